@@ -1,0 +1,1 @@
+"""Frozen autoregressive image models behind one contract: one family a file."""

@@ -1,0 +1,113 @@
+"""Janus and Janus-Pro (transformers' ``Janus``): an image vocabulary of its own, no end-of-line tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, JanusForConditionalGeneration, PreTrainedTokenizerBase
+
+from ssd_train.backbones.base import Backbone, PromptBatch
+from ssd_train.grid import Grid
+
+PROMPT = "<|User|>: {text}\n\n<|Assistant|>:"
+
+
+class Janus(Backbone):
+    """Built by :meth:`load` from a checkpoint, or from a model and tokenizer that are already there.
+
+    The unconditional context is the prompt with every id but begin-of-sentence and begin-of-image replaced by pad;
+    these pads are attended, as transformers' own ``generate`` does it.
+    """
+
+    def __init__(
+        self,
+        model: JanusForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase | None,
+        generation: GenerationConfig,
+        name: str = "janus",
+        grid: tuple[int, int] | None = None,
+        prompt: str = PROMPT,
+    ):
+        """``grid`` (height, width) defaults to the square one that the checkpoint was made for."""
+        height, width = grid or [model.config.vision_config.image_size // model.config.vision_config.patch_size] * 2
+        vision = model.model
+        super().__init__(
+            name=name,
+            model=model,
+            decoder=vision.language_model,
+            head=vision.generation_head,
+            embedding=_embedding_table(model),
+            grid=Grid(height, width),
+        )
+        vision.vqmodel.quantize.quant_state_dims = [height, width]
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.bos, self.pad = generation.bos_token_id, generation.pad_token_id
+        self.begin_of_image = (generation.generation_kwargs or {}).get("boi_token_id")
+        for key, value in {"bos": self.bos, "pad": self.pad, "begin-of-image": self.begin_of_image}.items():
+            if value is None:
+                raise ValueError(f"{name}: the checkpoint's generation_config.json names no {key} token id")
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        revision: str | None = None,
+        attention: str = "sdpa",
+        **kwargs,
+    ) -> "Janus":
+        """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
+        model, report = JanusForConditionalGeneration.from_pretrained(
+            checkpoint,
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+        wrong = {key: sorted(report[key]) for key in ("missing_keys", "unexpected_keys") if report[key]}
+        if wrong:
+            raise ValueError(f"{checkpoint} is not a complete Janus checkpoint: {wrong}")
+        generation = GenerationConfig.from_pretrained(checkpoint, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, revision=revision)
+        return cls(model.to(device), tokenizer, generation, **kwargs)
+
+    def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
+        conditional, unconditional = [], []
+        for text in texts:
+            ids = self.tokenizer(self.prompt.format(text=text), add_special_tokens=False)["input_ids"]
+            ids = [self.bos, *ids, self.begin_of_image]
+            conditional.append(ids)
+            unconditional.append([i if i in (self.bos, self.begin_of_image) else self.pad for i in ids])
+        return PromptBatch.collate(conditional, unconditional, self.pad)
+
+    @torch.inference_mode()
+    def decode_pixels(self, tokens: Tensor) -> Tensor:
+        pixels = self.model.decode_image_tokens(tokens.flatten(1).to(self.device))
+        return pixels.float().add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).cpu()
+
+    @torch.inference_mode()
+    def encode_pixels(self, images: Tensor) -> Tensor:
+        pixels = images.to(self.device).permute(0, 3, 1, 2).to(self.dtype) / 127.5 - 1
+        codes = self.model.model.vqmodel.encode(pixels).image_tokens
+        return codes.view(len(images), self.grid.height, self.grid.width)
+
+    def reference_logits(self, prompts: PromptBatch, tokens: Tensor) -> Tensor:
+        fed = self.model.prepare_embeddings_for_image_generation(tokens[:, :-1]).repeat(2, 1, 1)
+        attend = prompts.attend.flatten(0, 1).to(self.device)
+        attend = torch.cat([attend, attend.new_ones(fed.shape[:2])], 1)
+        hidden = self.model.model.language_model(
+            inputs_embeds=torch.cat([self.embed_prompt(prompts), fed], 1),
+            attention_mask=attend.long(),
+            position_ids=(attend.long().cumsum(1) - 1).clamp_min(0),
+            use_cache=False,
+        ).last_hidden_state
+        return self.model.model.generation_head(hidden[:, prompts.ids.shape[-1] - 1 :])
+
+
+@torch.no_grad()
+def _embedding_table(model: JanusForConditionalGeneration) -> Tensor:
+    """The aligned input embeddings [V, d] of all image tokens, so that feeding one is a look-up."""
+    ids = torch.arange(model.config.vq_config.num_embeddings, device=model.device)
+    return model.prepare_embeddings_for_image_generation(ids)

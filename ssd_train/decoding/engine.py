@@ -1,0 +1,286 @@
+"""The block-decoding engine: runs any drafter x rule x schedule on any backbone.
+
+B samples, R = 2B rows (both CFG streams), L image tokens, V vocabulary, d width, N items (see parts.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssd_train.backbones.base import Backbone, PromptBatch
+from ssd_train.decoding.parts import Drafter, Outcome, Rule, Schedule, Script, Step, Trace
+from ssd_train.distributions import Sampling, Verdict, accept_and_redraw, guided_probabilities, sample
+from ssd_train.draws import Purpose, uniform
+from ssd_train.kv_cache import Slots
+
+
+class Items(NamedTuple):
+    """(sample, position) pairs, sample after sample; each [N], on the host and on the device."""
+
+    host_sample: np.ndarray
+    host_position: np.ndarray
+    sample: Tensor
+    position: Tensor
+    bounds: list[int]  # items of sample b are bounds[b]..bounds[b+1]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """tokens [B, h, w] int64; hidden [2, B, L, d], the last state seen for each position (exact for AR); trace."""
+
+    tokens: Tensor
+    hidden: Tensor
+    trace: Trace
+
+
+class Decoder:
+    """A drafter, a rule and a schedule, bound to a backbone."""
+
+    def __init__(self, schedule: Schedule, drafter: Drafter | None = None, rule: Rule | None = None):
+        self.schedule = schedule
+        self.drafter = drafter
+        self.rule = rule
+
+    def bind(self, backbone: Backbone, heads=None) -> "Decoder":
+        """Checks that the parts fit the backbone and each other. Raises ValueError with the reason if not."""
+        if self.schedule.window(backbone.grid) and (self.drafter is None or self.rule is None):
+            raise ValueError(f"{type(self.schedule).__name__} drafts: it needs a drafter and a rule")
+        if self.drafter is not None:
+            self.drafter = self.drafter.bind(backbone, heads)
+        if self.rule is not None:
+            self.rule = self.rule.bind(backbone)
+        return self
+
+    def exact(self, backbone: Backbone) -> bool:
+        return self.schedule.exact(backbone.grid) and (self.rule is None or self.rule.lossless)
+
+    @torch.inference_mode()
+    def __call__(
+        self, backbone: Backbone, prompts: PromptBatch, seeds: Sequence[int], sampling: Sampling, timed: bool = False
+    ) -> Decoded:
+        """Decodes one image a prompt. ``timed`` fills trace.seconds, which costs device synchronisations."""
+        state = State(backbone, prompts, seeds, sampling, self, timed)
+        state.prefill()
+        batch = len(seeds)
+        # Without feedback all samples do the same at the same time, and one script serves them all.
+        scripts = [self.schedule.script(backbone.grid) for _ in range(batch if self.schedule.adaptive else 1)]
+        outcomes: list[Outcome | None] = [None] * len(scripts)
+        while True:
+            steps = [_advance(script, outcome) for script, outcome in zip(scripts, outcomes, strict=True)]
+            if all(step is None for step in steps):
+                break
+            outcomes = state.run([step or Step() for step in steps])
+        return Decoded(
+            state.tokens[:, :-1].view(batch, backbone.grid.height, backbone.grid.width),
+            state.hidden[:, :, : backbone.grid.size],
+            state.finish_trace(),
+        )
+
+
+def _advance(script: Script, outcome: Outcome | None) -> Step | None:
+    try:
+        return script.send(outcome)
+    except StopIteration:
+        return None
+
+
+class State:
+    """A batch being decoded: what drafters see, and the three things a step can do."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompts: PromptBatch,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        decoder: Decoder,
+        timed: bool,
+    ):
+        self.backbone, self.grid, self.sampling = backbone, backbone.grid, sampling
+        self.prompts, self.decoder = prompts, decoder
+        batch, size, device = len(seeds), self.grid.size, backbone.device
+        if prompts.ids.shape[1] != batch:
+            raise ValueError(f"{prompts.ids.shape[1]} prompts but {batch} seeds; expected one seed a prompt")
+        self.batch, self.device = batch, device
+        self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)
+        # Column ``size`` is the end-of-line token (-1).
+        self.tokens = torch.full((batch, size + 1), -1, dtype=torch.int64, device=device)
+        # Column ``size`` is what follows the image, ``size + 1`` the states that predict an end-of-line token.
+        self.hidden = torch.zeros(2, batch, size + 2, backbone.width, dtype=backbone.dtype, device=device)
+        self.window = decoder.schedule.window(self.grid)
+        dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
+        self.q = torch.zeros(batch, self.window, backbone.vocabulary if self.window else 0, dtype=dtype, device=device)
+        self.cache = backbone.new_cache(prompts)
+        self._drafted = np.zeros((batch, size), dtype=bool)
+        self._visits = np.zeros((batch, size), dtype=np.int64)  # judgements so far: part of a draw's key
+        self._round = np.zeros((batch, size), dtype=np.int64)
+        self._offset = np.zeros((batch, size, 2), dtype=np.int64)
+        self._draws = uniform(self.seeds[:0, None, None], 0, 0).view(0, 0, 0, 0)
+        self._timed = timed
+        self._trace = Trace(passes=[0] * batch)
+        self._events: list[tuple] = []
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def prefill(self) -> None:
+        """The prompt's pass; draws position 0."""
+        with self._clock("prompt"):
+            first = self.backbone.prefill(self.prompts, self.cache)
+            self.hidden[:, :, 0] = first.view(2, self.batch, -1)
+        self._trace.passes = [1] * self.batch
+        self._trace.fed.append(self.cache.prompt_length)
+        self._judge(self._items([[0]]))
+
+    def run(self, steps: list[Step]) -> list[Outcome]:
+        """One step a sample, or one for all of them."""
+        if any(step.draft for step in steps):
+            with self._clock("draft"):
+                self._draft([step.draft for step in steps])
+        if any(step.feed for step in steps):
+            with self._clock("pass"):
+                self._feed([step.feed for step in steps])
+        items = self._items([step.judge for step in steps])
+        accepted = None
+        if len(items.host_sample):
+            with self._clock("judge"):
+                accepted = self._judge(items).accepted
+        bounds = items.bounds
+        return [Outcome(accepted, bounds[b], bounds[b + 1]) for b in range(len(steps))]
+
+    def _draft(self, pairs: list[Sequence[tuple[int, int]]]) -> None:
+        items = self._items([[position for position, _ in sample] for sample in pairs])
+        source = self._items([[source for _, source in sample] for sample in pairs])
+        offset = [self.grid.offset(int(s), int(p)) for s, p in zip(source.host_position, items.host_position)]
+        q = self.decoder.drafter.propose(self, items, source.position, offset)
+        at = (items.sample, items.position)
+        self.tokens[at] = sample(q, self._draw(items)[:, Purpose.DRAFT])
+        self.q[items.sample, items.position % self.window] = q
+        host = (items.host_sample, items.host_position)
+        self._drafted[host] = True
+        self._round[host] = 0
+        self._offset[host] = offset
+
+    def _feed(self, positions: list[Sequence[int]]) -> None:
+        plans = [self.grid.feed_plan(sample) for sample in positions]
+        for b in range(self.batch):
+            self._trace.passes[b] += bool(positions[b if len(positions) > 1 else 0])
+        longest = max(len(index) for index, _, _ in plans)
+        self._trace.fed.append(longest)
+        base, size = self.cache.prompt_length, self.grid.size
+        rows = []
+        for plan in plans:
+            index, token, predicts = plan if plan[0] else self.grid.feed_plan([0])
+            # A shorter sample repeats its last slot: writing the same entry twice changes nothing.
+            extra = longest - len(index)
+            rows.append(
+                (
+                    [base + i for i in index] + [base + index[-1]] * extra,
+                    [size if t < 0 else t for t in token] + [size if token[-1] < 0 else token[-1]] * extra,
+                    [size + 1 if p < 0 else p for p in predicts]
+                    + [size + 1 if predicts[-1] < 0 else predicts[-1]] * extra,
+                )
+            )
+        slot, token, predicts = (torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))
+        width = 1 + max(max(index) for index, _, _ in rows)
+        if len(rows) == 1:
+            contiguous = rows[0][0][-1] - rows[0][0][0] == longest - 1
+            hidden = self._pass(self.tokens[:, token[0]], Slots(slot[0], width, contiguous))
+            self.hidden[:, :, predicts[0]] = hidden
+        else:
+            sample = torch.arange(self.batch, device=self.device)[:, None]
+            hidden = self._pass(self.tokens[sample, token], Slots(slot.repeat(2, 1), width))
+            self.hidden[:, sample, predicts] = hidden
+
+    def _pass(self, tokens: Tensor, slots: Slots) -> Tensor:
+        """tokens [B, n] -> states [2, B, n, d]"""
+        embedded = self.backbone.embed(tokens).repeat(2, 1, 1)
+        return self.backbone(embedded, slots, self.cache).view(2, *tokens.shape, -1)
+
+    def _judge(self, items: Items) -> Verdict:
+        at = (items.sample, items.position)
+        host = (items.host_sample, items.host_position)
+        p = guided_probabilities(self.backbone.readout(self.hidden[:, *at]), self.sampling)
+        u = self._draw(items)
+        drafted = self._drafted[host]
+        if drafted.any():
+            draft = self.tokens[at].clamp_min(0)  # -1 where there is none
+            accept, weight = self.decoder.rule(p, self.q[items.sample, items.position % self.window], draft)
+            if not drafted.all():
+                has_draft = torch.from_numpy(drafted).to(self.device)
+                accept = torch.where(has_draft, accept, 0)
+                weight = torch.where(has_draft[:, None], weight, p)
+            verdict = accept_and_redraw(draft, accept, weight, u[:, Purpose.ACCEPT], u[:, Purpose.REDRAW])
+        else:
+            token = sample(p, u[:, Purpose.REDRAW])
+            verdict = Verdict(token, torch.zeros_like(token, dtype=torch.bool))
+        self.tokens[at] = verdict.token
+        self._visits[host] += 1
+        self._round[host] += 1
+        if self.window:
+            # Whatever stands now was accepted or re-drawn under p, so p is what it must be judged against next.
+            self.q[items.sample, items.position % self.window] = p
+            self._drafted[host] = True
+        self._events.append(
+            (len(self._trace.fed) - 1, host, self._round[host], drafted, self._offset[host], verdict)
+        )
+        return verdict
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------
+
+    def _items(self, positions: list[Sequence[int]]) -> Items:
+        """One list of positions a sample, or a single one for all."""
+        if len(positions) == 1:
+            n = len(positions[0])
+            host_position = np.tile(np.asarray(positions[0], dtype=np.int64), self.batch)
+            host_sample = np.repeat(np.arange(self.batch), n)
+            bounds = [0, n]
+        else:
+            host_position = np.concatenate([np.asarray(sample, dtype=np.int64) for sample in positions])
+            host_sample = np.repeat(np.arange(self.batch), [len(sample) for sample in positions])
+            bounds = [0, *np.cumsum([len(sample) for sample in positions]).tolist()]
+        sample, position = torch.from_numpy(np.stack([host_sample, host_position])).to(self.device)
+        return Items(host_sample, host_position, sample, position, bounds)
+
+    def _draw(self, items: Items) -> Tensor:
+        """Uniform numbers [N, 3], a column a purpose, for the items' present visit."""
+        visit = self._visits[items.host_sample, items.host_position]
+        while visit.size and len(self._draws) <= visit.max():
+            position = torch.arange(self.grid.size, device=self.device)[:, None]
+            purpose = torch.arange(len(Purpose), device=self.device)
+            fresh = uniform(self.seeds[:, None, None], position, len(self._draws), purpose)
+            self._draws = torch.cat([self._draws.view(-1, *fresh.shape), fresh[None]])
+        return self._draws[torch.from_numpy(visit).to(self.device), items.sample, items.position]
+
+    @contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        if not self._timed:
+            yield
+            return
+        start = self._now()
+        yield
+        self._trace.seconds[part] = self._trace.seconds.get(part, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return perf_counter()
+
+    def finish_trace(self) -> Trace:
+        trace = self._trace
+        passes, hosts, rounds, drafted, offsets, verdicts = zip(*self._events, strict=True)
+        counts = [len(r) for r in rounds]
+        trace.pass_index = torch.tensor(np.repeat(passes, counts))
+        trace.sample = torch.from_numpy(np.concatenate([sample for sample, _ in hosts]))
+        trace.position = torch.from_numpy(np.concatenate([position for _, position in hosts]))
+        trace.round = torch.from_numpy(np.concatenate(rounds))
+        trace.drafted = torch.from_numpy(np.concatenate(drafted))
+        trace.offset = torch.from_numpy(np.concatenate(offsets))
+        trace.token = torch.cat([verdict.token for verdict in verdicts]).cpu()
+        trace.accepted = torch.cat([verdict.accepted for verdict in verdicts]).cpu()
+        return trace

@@ -1,0 +1,121 @@
+"""The three parts of a decoder, as interfaces.
+
+A schedule is a *script*: a generator that yields steps for one sample and is sent their outcomes. It speaks of grid
+positions only; the engine knows slots, end-of-line tokens, streams, batches and random numbers. N is the number of
+items, (sample, position) pairs of a batch laid end to end; V the image vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ssd_train.grid import Grid
+
+if TYPE_CHECKING:
+    from ssd_train.backbones.base import Backbone
+    from ssd_train.decoding.engine import Items, State
+    from ssd_train.heads import Heads
+
+
+@dataclass(frozen=True)
+class Step:
+    """Draft, then feed, then judge; each may be empty. Only a step that feeds is a backbone pass.
+
+    ``draft`` holds (position, source) pairs: the source is the position whose state and token the draft is made from.
+    ``feed`` runs the backbone over these positions' current tokens, which overwrites their KV cache entries and
+    yields the states of the positions after them. ``judge`` settles positions whose state is known: a drafted one is
+    accepted or re-drawn by the rule, one without a draft is drawn from p.
+    """
+
+    draft: Sequence[tuple[int, int]] = ()
+    feed: Sequence[int] = ()
+    judge: Sequence[int] = ()
+
+
+class Outcome:
+    """What a step's judgement did to one sample; reading it waits for the device."""
+
+    def __init__(self, accepted: Tensor, start: int, stop: int):
+        self._accepted, self._start, self._stop = accepted, start, stop
+
+    @property
+    def accepted(self) -> list[bool]:
+        """For each judged position, in the step's order, whether its draft was accepted."""
+        return self._accepted[self._start : self._stop].tolist()
+
+
+Script = Generator[Step, Outcome, None]
+
+
+class Schedule(ABC):
+    """Parameters of a schedule. Position 0 has been drawn when a script starts."""
+
+    adaptive: bool = False
+    """Whether scripts look at outcomes, so that samples of a batch may part ways."""
+
+    @abstractmethod
+    def script(self, grid: Grid) -> Script: ...
+
+    @abstractmethod
+    def window(self, grid: Grid) -> int:
+        """The longest run of positions that hold drafts at any time; 0 if there never is a draft."""
+
+    def exact(self, grid: Grid) -> bool:
+        """Whether, with a lossless rule, whole images have the distribution of AR sampling."""
+        return False
+
+
+class Drafter(ABC):
+    """Makes draft distributions."""
+
+    def bind(self, backbone: "Backbone", heads: "Heads | None") -> "Drafter":
+        """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
+        return self
+
+    @abstractmethod
+    def propose(self, state: "State", items: "Items", source: Tensor, offset: Sequence[tuple[int, int]]) -> Tensor:
+        """q [N, V] for N items, from ``source`` positions [N] at (rows, columns) ``offset``; drafts are sampled
+        from it."""
+
+
+class Rule(ABC):
+    """Decides about drafts. Pure: no state, no randomness."""
+
+    lossless: bool = False
+    """Whether accept-and-redraw with this rule leaves the marginal exactly p."""
+
+    def bind(self, backbone: "Backbone") -> "Rule":
+        return self
+
+    @abstractmethod
+    def __call__(self, p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        """(p [N, V], q [N, V], draft [N]) -> acceptance probability [N] (values above 1 mean 1) and the unnormalised
+        distribution [N, V] to re-draw a rejected draft from."""
+
+
+@dataclass
+class Trace:
+    """What happened, for metrics and maps: these read nothing else.
+
+    ``passes`` [B] backbone passes a sample, the prompt's included; ``fed`` the tokens a row of each pass;
+    ``seconds`` wall-clock by part ("prompt", "draft", "pass", "judge"). The rest are parallel arrays, one entry a
+    judged item: the pass it followed, its sample, position, round (judgements since it was drafted, from 1), whether
+    it had a draft, whether that was accepted, the token that stood then, and the (rows, columns) offset it was first
+    drafted at.
+    """
+
+    passes: list[int]
+    fed: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    pass_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    sample: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    position: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    round: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    drafted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    accepted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    offset: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int64))

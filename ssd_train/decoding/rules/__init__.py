@@ -1,0 +1,1 @@
+"""Which drafts are accepted, and what replaces the others: one acceptance rule a file."""

@@ -1,0 +1,16 @@
+"""Speculative sampling's rule (arXiv 2211.17192; 2302.01318)."""
+
+from torch import Tensor
+
+from ssd_train.decoding.parts import Rule
+from ssd_train.distributions import residual
+
+
+class Strict(Rule):
+    """Accept with min(1, p/q), else re-draw from the residual distribution norm(max(0, p - q))."""
+
+    lossless = True
+
+    def __call__(self, p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        at = draft[:, None]
+        return (p.gather(1, at) / q.gather(1, at)).squeeze(1), residual(p, q)

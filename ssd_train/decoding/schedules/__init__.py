@@ -1,0 +1,1 @@
+"""Which positions a pass drafts, feeds and judges: one schedule a file."""

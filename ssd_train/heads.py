@@ -1,0 +1,138 @@
+"""The predictors f_phi that draft (Spatially Speculative Decoding, arXiv 2606.20543).
+
+From the state H that predicted a token and that token's embedding, a predictor guesses the state at a neighbour:
+``offset`` columns to the right (horizontal) or rows below (vertical). The frozen norm and output layers turn the
+guess into a draft distribution. d is the backbone's width, m the hidden width, V the image vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssd_train.grid import Grid
+
+
+class Direction(StrEnum):
+    HORIZONTAL = "horizontal"
+    VERTICAL = "vertical"
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Which predictors there are and how wide. ``hidden`` defaults to 2d.
+
+    ``space`` "latent" predicts states; "token" is the baseline that predicts logits with a trained vocabulary
+    projection of its own instead of the frozen readout. ``state_scale`` and ``embedding_scale`` are the standard
+    deviations of H and of the embeddings in the training cache: predictors see and predict unit-scale numbers.
+    """
+
+    width: int
+    vocabulary: int
+    k_horizontal: int = 5
+    k_vertical: int = 5
+    hidden: int = 0
+    space: str = "latent"
+    state_scale: float = 1.0
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.k_horizontal < 0 or self.k_vertical < 0 or self.k_horizontal + self.k_vertical == 0:
+            raise ValueError(
+                f"k_horizontal={self.k_horizontal}, k_vertical={self.k_vertical}: expected >= 0 and at least one head"
+            )
+        if self.space not in ("latent", "token"):
+            raise ValueError(f"space is {self.space!r}; expected 'latent' or 'token'")
+        if self.state_scale <= 0 or self.embedding_scale <= 0:
+            raise ValueError(f"scales must be positive, got {self.state_scale} and {self.embedding_scale}")
+        if not self.hidden:
+            object.__setattr__(self, "hidden", 2 * self.width)
+
+    def offsets(self) -> Iterator[tuple[Direction, int]]:
+        for direction, count in (Direction.HORIZONTAL, self.k_horizontal), (Direction.VERTICAL, self.k_vertical):
+            for offset in range(1, count + 1):
+                yield direction, offset
+
+
+class Predictor(nn.Module):
+    """f(z) = W0 z + W2(SiLU(W1 n) * W3 n), n = RMSNorm(W0 z): z [..., 2d] -> [..., d]. 3dm + 2d^2 + d parameters.
+
+    Starts as the identity on the state: W0 = [I, 0], W2 = 0.
+    """
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.w0 = nn.Linear(2 * width, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        with torch.no_grad():
+            self.w0.weight.copy_(torch.eye(width, 2 * width))
+            self.w2.weight.zero_()
+
+    def forward(self, z: Tensor) -> Tensor:
+        projected = self.w0(z)
+        normed = self.norm(projected)
+        return projected + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+
+
+class Heads(nn.Module):
+    """One independent :class:`Predictor` a direction and offset."""
+
+    def __init__(self, spec: HeadSpec):
+        super().__init__()
+        self.spec = spec
+        self.predictors = nn.ModuleDict(
+            {name(direction, offset): Predictor(spec.width, spec.hidden) for direction, offset in spec.offsets()}
+        )
+        self.vocabulary_projections = nn.ModuleDict()
+        if spec.space == "token":
+            for key in self.predictors:
+                self.vocabulary_projections[key] = nn.Linear(spec.width, spec.vocabulary, bias=False)
+
+    def inputs(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """z = [H ; e(t)] at unit scale: two [..., d] -> [..., 2d]."""
+        return torch.cat([hidden / self.spec.state_scale, embedded / self.spec.embedding_scale], -1)
+
+    def forward(self, direction: Direction, offset: int, z: Tensor) -> Tensor:
+        """z [..., 2d] -> the predicted state *over* ``state_scale`` [..., d] (in token space: a feature)."""
+        key = name(direction, offset)
+        if key not in self.predictors:
+            raise ValueError(f"no {direction} head for offset {offset}; there are {sorted(self.predictors)}")
+        return self.predictors[key](z)
+
+    def logits(self, direction: Direction, offset: int, z: Tensor, readout: nn.Module) -> Tensor:
+        """z [..., 2d] -> draft logits [..., V], through the frozen ``readout`` (H -> logits) or, in token space,
+        through the head's own vocabulary projection."""
+        predicted = self(direction, offset, z)
+        if self.spec.space == "token":
+            return self.vocabulary_projections[name(direction, offset)](predicted)
+        return readout(predicted * self.spec.state_scale)
+
+    def config(self) -> dict:
+        return asdict(self.spec)
+
+
+def name(direction: Direction, offset: int) -> str:
+    """'vertical_1': how a head is called in tensors, logs and reports."""
+    return f"{direction}_{offset}"
+
+
+def source_rectangle(grid: Grid, direction: Direction, offset: int) -> tuple[int, int]:
+    """(rows, columns) of the positions whose neighbour at the offset lies on the grid: the top-left rectangle."""
+    if direction is Direction.HORIZONTAL:
+        return grid.height, max(0, grid.width - offset)
+    return max(0, grid.height - offset), grid.width
+
+
+def pairs(x: Tensor, grid: Grid, direction: Direction, offset: int) -> tuple[Tensor, Tensor]:
+    """Sources and targets of one head from a grid-shaped x [..., h, w, d]: two [..., h', w', d] views."""
+    rows, columns = source_rectangle(grid, direction, offset)
+    source = x[..., :rows, :columns, :]
+    if direction is Direction.HORIZONTAL:
+        return source, x[..., :, grid.width - columns :, :]
+    return source, x[..., grid.height - rows :, :, :]

@@ -1,0 +1,108 @@
+"""Whole-image distributions of decoders against exact enumeration on a micro model."""
+
+import itertools
+import math
+
+import micro
+import pytest
+import torch
+
+from ssd_train.backbones.base import PromptBatch
+from ssd_train.decoding.drafters.heads import HeadDrafter
+from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.rules.strict import Strict
+from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.decoding.schedules.rows import Rows
+from ssd_train.distributions import Sampling, guided_probabilities
+from ssd_train.heads import Heads, HeadSpec
+
+VOCABULARY, GRID, SAMPLES = 3, (2, 3), 40_000
+SAMPLING = Sampling(guidance=1.5)
+FALSE_ALARM = 1e-4
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return micro.janus(GRID, vocabulary=VOCABULARY, dtype=torch.float32, scale=20.0)
+
+
+@pytest.fixture(scope="module")
+def exact(backbone):
+    """p of every image, [V ** L], in the order of itertools.product."""
+    images = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=backbone.grid.size)))
+    one = micro.prompts(1)
+    prompts = PromptBatch(one.ids.repeat(1, len(images), 1), one.attend.repeat(1, len(images), 1))
+    hidden = backbone.teacher_force(prompts, images)
+    p = guided_probabilities(backbone.readout(hidden), SAMPLING)
+    return p.gather(2, images[..., None]).squeeze(2).double().prod(1)
+
+
+def bad_heads(backbone, seed=0):
+    """Random heads: drafts are far from the target, so that a wrong repair shows."""
+    torch.manual_seed(seed)
+    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=3, k_vertical=2))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return heads
+
+
+def counts(backbone, decoder, seed=0):
+    one = micro.prompts(1)
+    prompts = PromptBatch(one.ids.repeat(1, SAMPLES, 1), one.attend.repeat(1, SAMPLES, 1))
+    decoder = decoder.bind(backbone, bad_heads(backbone))
+    tokens = decoder(backbone, prompts, range(seed, seed + SAMPLES), SAMPLING).tokens.flatten(1)
+    weights = VOCABULARY ** torch.arange(backbone.grid.size - 1, -1, -1)
+    return torch.bincount((tokens * weights).sum(1), minlength=VOCABULARY**backbone.grid.size).double()
+
+
+def chi_square_p_value(observed, expected):
+    """Upper tail of chi-square, after pooling cells that expect fewer than 10."""
+    order = expected.argsort()
+    observed, expected = observed[order], expected[order]
+    few = int((expected < 10).sum())
+    if few:
+        observed = torch.cat([observed[:few].sum()[None], observed[few:]])
+        expected = torch.cat([expected[:few].sum()[None], expected[few:]])
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
+
+
+def total_variation(observed, exact):
+    return 0.5 * float((observed / observed.sum() - exact).abs().sum())
+
+
+EXACT = {
+    "ar": lambda: Decoder(Autoregressive()),
+    "ssd, as many rounds as positions": lambda: Decoder(
+        Rows(rounds=2, chunk=2, first_row_rounds=2), HeadDrafter(), Strict()
+    ),
+    "ssd, until settled": lambda: Decoder(
+        Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(), Strict()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
+def test_exact_decoders_have_the_distribution_of_ar(backbone, exact, make):
+    """False-alarm probability 1e-4 a decoder."""
+    decoder = make()
+    assert decoder.exact(backbone)
+    assert chi_square_p_value(counts(backbone, decoder), exact * SAMPLES) > FALSE_ALARM
+
+
+LOSSY = {
+    "r = 0": dict(rounds=0),
+    "r = 1": dict(rounds=1),
+    "first row one round short": dict(rounds=2, first_row_rounds=1, chunk=2),
+}
+
+
+@pytest.mark.parametrize("settings", LOSSY.values(), ids=LOSSY.keys())
+def test_too_few_rounds_are_lossy_and_say_so(backbone, exact, settings):
+    decoder = Decoder(Rows(**settings), HeadDrafter(), Strict())
+    assert not decoder.exact(backbone)
+    observed = counts(backbone, decoder)
+    noise = 0.5 * float((2 * exact / math.pi / SAMPLES).sqrt().sum())  # E[TV] of a perfect sampler, to first order
+    print(f"total variation {total_variation(observed, exact):.4f}, sampling noise {noise:.4f}")
+    assert total_variation(observed, exact) > 2 * noise
+    assert chi_square_p_value(observed, exact * SAMPLES) < FALSE_ALARM
