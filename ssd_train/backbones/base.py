@@ -37,6 +37,29 @@ class PromptBatch:
         return cls(ids.view(2, -1, length), attend.view(2, -1, length))
 
 
+class OutputLayers(nn.Module):
+    """The frozen ends of a backbone, all that training heads needs of it: input embeddings of image tokens, final
+    norm and image head."""
+
+    def __init__(self, embedding: Tensor, end_of_line_embedding: Tensor | None, norm: nn.Module, head: nn.Module):
+        super().__init__()
+        self.register_buffer("embedding", embedding.detach(), persistent=False)  # [V, d]
+        self.register_buffer("end_of_line_embedding", end_of_line_embedding, persistent=False)  # [d]
+        self.norm, self.head = norm, head
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Image tokens [...] int64 -> input embeddings [..., d]; -1 is the end-of-line token."""
+        if self.end_of_line_embedding is None:
+            return F.embedding(tokens, self.embedding)
+        embedded = F.embedding(tokens.clamp_min(0), self.embedding)
+        return torch.where((tokens < 0)[..., None], self.end_of_line_embedding, embedded)
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """States H before the final norm [..., d] -> image logits [..., V], float32 (float64 stays)."""
+        logits = self.head(self.norm(hidden))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
 class Backbone(nn.Module, ABC):
     """A frozen autoregressive image model, taken apart at the input of its final norm.
 
@@ -64,10 +87,7 @@ class Backbone(nn.Module, ABC):
         self.grid = grid
         self.model = model.eval().requires_grad_(False)
         self.decoder = decoder
-        self.norm = decoder.norm
-        self.head = head
-        self.register_buffer("embedding", embedding.detach(), persistent=False)  # [V, d]
-        self.register_buffer("end_of_line_embedding", end_of_line_embedding, persistent=False)  # [d]
+        self.output = OutputLayers(embedding, end_of_line_embedding, decoder.norm, head)
         self.fingerprint = fingerprint(model)
         decoder.norm = nn.Identity()
 
@@ -94,31 +114,27 @@ class Backbone(nn.Module, ABC):
 
     @property
     def vocabulary(self) -> int:
-        return self.embedding.shape[0]
+        return self.output.embedding.shape[0]
 
     @property
     def width(self) -> int:
-        return self.embedding.shape[1]
+        return self.output.embedding.shape[1]
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.output.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.output.embedding.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Image tokens [...] int64 -> input embeddings [..., d]; -1 is the end-of-line token."""
-        if not self.grid.end_of_line:
-            return F.embedding(tokens, self.embedding)
-        embedded = F.embedding(tokens.clamp_min(0), self.embedding)
-        return torch.where((tokens < 0)[..., None], self.end_of_line_embedding, embedded)
+        """See :meth:`OutputLayers.embed`."""
+        return self.output.embed(tokens)
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """States H before the final norm [..., d] -> image logits [..., V], float32 (float64 stays)."""
-        logits = self.head(self.norm(hidden))
-        return logits if logits.dtype == torch.float64 else logits.float()
+        """See :meth:`OutputLayers.readout`."""
+        return self.output.readout(hidden)
 
     def embed_prompt(self, prompts: PromptBatch) -> Tensor:
         """[R, P, d]"""
@@ -170,7 +186,7 @@ class Backbone(nn.Module, ABC):
     @contextmanager
     def intact(self) -> Iterator[nn.Module]:
         """The transformers model as it was loaded, its final norm back in place."""
-        self.decoder.norm = self.norm
+        self.decoder.norm = self.output.norm
         try:
             yield self.model
         finally:
@@ -184,10 +200,6 @@ class Backbone(nn.Module, ABC):
             reference = self.reference_logits(prompts, tokens).to(torch.float64)
         ours = self.readout(hidden).flatten(0, 1).to(torch.float64)
         return float((ours - reference).abs().max() / reference.abs().max())
-
-    def to_model_ids(self, tokens: Tensor) -> Tensor:
-        """Image tokens 0..V-1 -> ids of the model's own vocabulary; the same where the image has its own."""
-        return tokens
 
 
 def fingerprint(model: nn.Module, samples_per_tensor: int = 4096) -> str:

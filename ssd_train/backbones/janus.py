@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, JanusForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    JanusForConditionalGeneration,
+    PreTrainedTokenizerBase,
+)
 
 from ssd_train.backbones.base import Backbone, PromptBatch
 from ssd_train.grid import Grid

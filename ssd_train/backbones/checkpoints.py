@@ -1,0 +1,49 @@
+"""Reading checkpoints strictly, from a local directory or a hub."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+def local_folder(checkpoint: str, revision: str | None = None) -> Path:
+    """The directory of a checkpoint; one with a hub id is downloaded first, or found in the hub's cache."""
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint)
+    return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def read_tensors(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """All tensors of a safetensors checkpoint, sharded or not. Raises FileNotFoundError if a file is missing."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}; expected {', '.join(sorted(names))}")
+        tensors |= {key: tensor.to(dtype) for key, tensor in load_file(folder / name, device).items()}
+    return tensors
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Makes ``tensors`` the module's own, which may be on the meta device. Raises ValueError with the names of
+    those that are missing, unexpected or of another shape."""
+    try:
+        module.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{source} does not fit {type(module).__name__}: {error}") from error
+
+
+def require_complete(report: Mapping, checkpoint: str, family: str) -> None:
+    """``report`` is transformers' ``output_loading_info``. Raises ValueError with the names of tensors that
+    were missing, unexpected or of another shape: transformers goes on with random ones."""
+    keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = {key: sorted(report[key]) for key in keys if report[key]}
+    if wrong:
+        raise ValueError(f"{checkpoint} is not a complete {family} checkpoint: {wrong}")

@@ -1,0 +1,110 @@
+"""Emu3 (transformers' ``Emu3``): image tokens in the text vocabulary, an end-of-line token after each row."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, Emu3ForConditionalGeneration, PreTrainedTokenizerBase
+
+from ssd_train.backbones.base import PromptBatch
+from ssd_train.backbones.checkpoints import require_complete
+from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
+from ssd_train.grid import Grid
+
+BEGIN_OF_IMAGE, BEGIN_OF_TOKENS = "<|image start|>", "<|image token|>"
+# What Emu3's own image_generation.py appends to every prompt and contrasts it with.
+QUALITY = " masterpiece, film grained, best quality."
+NEGATIVE = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst "
+    "quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+RATIOS = ("1:1", "4:3", "3:4", "3:2", "2:3", "16:9", "9:16")
+AREA = 720 * 720
+
+
+def image_grid(ratio: str, area: int = AREA, pixels_a_token: int = 8) -> Grid:
+    """The grid of an aspect ratio "width:height" at an area in pixels: 90x90 for 1:1, 68x120 for 16:9."""
+    if ratio not in RATIOS:
+        raise ValueError(f"Emu3 has no ratio {ratio!r} (width:height); expected one of {', '.join(RATIOS)}")
+    width, height = map(int, ratio.split(":"))
+    scale = (area / (width * height)) ** 0.5 / pixels_a_token
+    return Grid(round(height * scale), round(width * scale), end_of_line=True)
+
+
+class Emu3(SharedVocabulary):
+    """Built by :meth:`load` from a checkpoint, or from a model and tokenizer that are already there.
+
+    Both contexts end with begin-of-image, the grid's size as text and begin-of-tokens; the unconditional one has
+    the negative prompt in place of the text.
+    """
+
+    def __init__(
+        self,
+        model: Emu3ForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str = "emu3",
+        ratio: str = "1:1",
+        area: int = AREA,
+        quality: str = QUALITY,
+        negative: str = NEGATIVE,
+    ):
+        mapping, vq = model.model.vocabulary_mapping, model.model.vqmodel
+        super().__init__(
+            name=name,
+            model=model,
+            decoder=model.model.text_model,
+            grid=image_grid(ratio, area, vq.vision_spatial_factor),
+            image_ids=mapping.img2bpe,
+            codes=vq.config.codebook_size,
+            end_of_line=mapping.eol_token_id,
+        )
+        for token in (tokenizer.bos_token, BEGIN_OF_IMAGE, BEGIN_OF_TOKENS):
+            if token is None or len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1:
+                raise ValueError(f"{name}: {token!r} is not one token of this tokenizer; expected Emu3-Gen-hf's")
+        self.tokenizer = tokenizer
+        self.quality, self.negative = quality, negative
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        revision: str | None = None,
+        attention: str = "sdpa",
+        **kwargs,
+    ) -> "Emu3":
+        """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
+        model, report = Emu3ForConditionalGeneration.from_pretrained(
+            checkpoint,
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+        require_complete(report, checkpoint, "Emu3")
+        return cls(model.to(device), AutoTokenizer.from_pretrained(checkpoint, revision=revision), **kwargs)
+
+    def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
+        conditional = [self._context(text + self.quality) for text in texts]
+        unconditional = [self._context(self.negative)] * len(texts)
+        return PromptBatch.collate(conditional, unconditional, self.decoder.config.pad_token_id)
+
+    def _context(self, text: str) -> list[int]:
+        size = f"{BEGIN_OF_IMAGE}{self.grid.height}*{self.grid.width}{BEGIN_OF_TOKENS}"
+        # As one string: the tokenizer splits it at the special tokens.
+        text = f"{self.tokenizer.bos_token}{text}{size}"
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @torch.inference_mode()
+    def decode_pixels(self, tokens: Tensor) -> Tensor:
+        # One by one: an image is decoded as a clip of several frames, at full resolution.
+        vq = self.model.model.vqmodel
+        return torch.cat([to_uint8(vq.decode(image[None])) for image in tokens.to(self.device)])
+
+    @torch.inference_mode()
+    def encode_pixels(self, images: Tensor) -> Tensor:
+        vq = self.model.model.vqmodel
+        pixels = self.normalised(images, vq.vision_spatial_factor, self.dtype)
+        codes = [vq.encode(image[None], [images.shape[1:3]]).image_tokens[0] for image in pixels]
+        return torch.stack(codes)

@@ -1,0 +1,204 @@
+"""The configuration's schema, where its files lie, and what identifies a run.
+
+Nodes we own are dataclasses, so a typo fails when the configuration is composed, with the valid names. Pluggable nodes
+(``model.backbone``, ``model.prompts``, ``decoder.*``, ``logger``) name a ``_target_``; its signature is their schema.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+
+from ssd_train.shards import CacheDtype
+
+
+class Stage(Enum):
+    cache = "cache"
+    train = "train"
+    export = "export"
+    decode = "decode"
+
+
+class CacheSource(Enum):
+    generated = "generated"
+    images = "images"
+
+
+class Space(Enum):
+    latent = "latent"
+    token = "token"
+
+
+@dataclass
+class CacheConfig:
+    dir: str | None = None  # default: runs/cache/<model>-<fingerprint of model and cache settings>
+    source: CacheSource = CacheSource.generated
+    samples: int = 512
+    shard_size: int = 64
+    batch_size: int = 64  # part of a shard's definition: another one alters rounding, never the draws
+    dtype: CacheDtype = CacheDtype.bfloat16
+    verify: bool = True  # hash every shard that is already there, not just its size
+
+
+@dataclass
+class LossConfig:
+    """Weights; a term of weight 0 costs nothing."""
+
+    smooth_l1: float = 1.0
+    total_variation: float = 0.0
+    kl: float = 0.0
+
+
+@dataclass
+class HeadConfig:
+    k_horizontal: int = 5
+    k_vertical: int = 5
+    hidden: int | None = None  # 2 * width of the backbone
+    space: Space = Space.latent
+    loss: LossConfig = field(default_factory=LossConfig)
+    condition_drop: float = 0.1  # share of samples trained on their unconditional stream
+    lr: float = 1e-4
+    min_lr: float = 1e-5
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    ema: float | None = None  # decay, e.g. 0.999; the averaged weights are the ones exported
+
+
+@dataclass
+class TrainConfig:
+    epochs: float = 3
+    batch_size: int = 32
+    precision: str = "32-true"
+    gradient_clip: float = 1.0
+    workers: int = 1
+    shuffle_buffer: int = 256  # samples
+    validate_every: int = 200  # steps; and once at the end
+    validation_samples: int = 64
+    checkpoint_every: int = 200  # steps
+    trainer: dict[str, Any] = field(default_factory=dict)  # anything else for lightning's Trainer
+
+
+@dataclass
+class DecodeConfig:
+    heads: str | None = None  # default: this run's export
+    prompts: int = 128  # fidelity
+    batch_size: int = 32
+    timed_images: int = 5  # wall-clock, at batch 1, after one warm-up
+    pictures: int = 6
+    vary: list[str] = field(default_factory=list)  # extra decoders, e.g. ["ssd.schedule.rounds=0,1,3"]
+
+
+@dataclass
+class Config:
+    model: Any = MISSING
+    stages: list[Stage] = field(default_factory=lambda: list(Stage))
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    decoder: dict[str, Any] = field(default_factory=dict)
+    logger: Any = None
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None  # CPU threads of torch; null leaves torch's choice
+    output: str = MISSING
+    note: str | None = None  # stands in the report
+
+
+def register() -> None:
+    """Makes the schema and the resolvers known to Hydra. ``${shipped:tiny}`` is a folder that comes with the project."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("shipped", lambda name: str(data_dir() / name), replace=True)
+
+
+def _packaged(name: str) -> Path:
+    """A top-level folder of the project: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside, beside = package / name, package.parent / name
+    if inside.is_dir():
+        return inside
+    if beside.is_dir():
+        return beside
+    raise FileNotFoundError(f"{name}/ is neither in {package} nor beside it: the installation is incomplete")
+
+
+def conf_dir() -> Path:
+    return _packaged("conf")
+
+
+def data_dir() -> Path:
+    return _packaged("data")
+
+
+def choices(group: str) -> list[str]:
+    """The yamls of a config group."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def fingerprint(*nodes: Any) -> str:
+    """16 hex digits that identify configuration values."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, DictConfig | ListConfig):
+            node = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
+        return node
+
+    return hashlib.sha256(json.dumps([plain(n) for n in nodes], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check(cfg: Config) -> None:
+    """Everything that can be known to be wrong before expensive work. Raises ValueError with the value and the mend."""
+    expect = {
+        "cache.samples": (cfg.cache.samples, 1),
+        "cache.shard_size": (cfg.cache.shard_size, 1),
+        "cache.batch_size": (cfg.cache.batch_size, 1),
+        "train.batch_size": (cfg.train.batch_size, 1),
+        "train.workers": (cfg.train.workers, 0),
+        "train.validation_samples": (cfg.train.validation_samples, 1),
+        "decode.prompts": (cfg.decode.prompts, 1),
+        "decode.batch_size": (cfg.decode.batch_size, 1),
+        "decode.timed_images": (cfg.decode.timed_images, 0),
+        "head.k_horizontal": (cfg.head.k_horizontal, 0),
+        "head.k_vertical": (cfg.head.k_vertical, 0),
+    }
+    for name, (value, least) in expect.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
+    if not 0 <= cfg.head.condition_drop <= 1:
+        raise ValueError(f"head.condition_drop is {cfg.head.condition_drop}; expected a share between 0 and 1")
+    if not 0 < cfg.head.min_lr <= cfg.head.lr:
+        raise ValueError(f"head.min_lr={cfg.head.min_lr}, head.lr={cfg.head.lr}; expected 0 < min_lr <= lr")
+    if cfg.train.epochs <= 0:
+        raise ValueError(f"train.epochs is {cfg.train.epochs}; expected more than 0")
+    if not sum(vars_of(cfg.head.loss).values()) > 0:
+        raise ValueError("every weight in head.loss is 0; expected at least one above 0")
+    for variation in cfg.decode.vary:
+        if variation.split(".")[0] not in cfg.decoder or "=" not in variation:
+            raise ValueError(
+                f"decode.vary holds {variation!r}; expected <decoder>.<setting>=<value>,<value>... with a decoder of "
+                f"{sorted(cfg.decoder)}"
+            )
+    device(cfg)
+
+
+def vars_of(node: Any) -> dict:
+    return dict(node.items()) if isinstance(node, DictConfig) else vars(node)
+
+
+def device(cfg: Config) -> torch.device:
+    """The configured device. Raises ValueError if it is not there."""
+    if cfg.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = torch.device(cfg.device)
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={cfg.device}, but torch {torch.__version__} finds no CUDA device; use device=cpu or device=auto"
+        )
+    return wanted

@@ -1,0 +1,115 @@
+"""Trained heads on disk: model.safetensors, config.json and a model card. No pickle."""
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from ssd_train.backbones.base import Backbone
+from ssd_train.files import write_atomically
+from ssd_train.heads import Heads, HeadSpec, name
+
+CARD = """---
+library_name: ssd_train
+tags: [speculative-decoding, image-generation]
+base_model: {backbone}
+---
+# Spatially Speculative Decoding heads for {backbone}
+
+{heads[k_horizontal]} horizontal and {heads[k_vertical]} vertical heads ({parameters:.1f}M parameters, \
+{heads[space]} space) for a {grid[0]}x{grid[1]} token grid, trained by self-distillation from {training[samples]} \
+images. Load them with `ssd_train.export.load_heads(path, backbone)`: it refuses any backbone but the one with \
+fingerprint `{fingerprint}`.
+
+## Validation on held-out prompts
+{validation}
+
+## Decoding with the exported heads
+{measured}
+"""
+
+
+class HeadsError(ValueError):
+    """An export does not fit, by name."""
+
+
+def save_heads(directory: str | Path, heads: Heads, backbone: Backbone, training: dict) -> None:
+    """Writes the export; config.json comes last, so that an interrupted export is not taken for a whole one.
+
+    ``training`` is a JSON-able summary: "samples", "validation" (metrics by name) and whatever else is known.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").unlink(missing_ok=True)
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in heads.state_dict().items()}
+    write_atomically(directory / "model.safetensors", safetensors.torch.save(tensors))
+    config = {
+        "format": 1,
+        "heads": heads.config(),
+        "grid": [backbone.grid.height, backbone.grid.width],
+        "end_of_line": backbone.grid.end_of_line,
+        "backbone": backbone.name,
+        "fingerprint": backbone.fingerprint,
+        "training": training,
+    }
+    write_card(directory, config)
+    write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
+
+
+def write_card(directory: Path, config: dict, measured: str = "Not measured yet.") -> None:
+    """The model card; ``measured`` is a markdown table of decoding figures."""
+    metrics = config["training"].get("validation", {})
+    rows = ["| head | acceptance rate | top-1 agreement |", "|---|---|---|"]
+    for direction, offset in HeadSpec(**config["heads"]).offsets():
+        figures = [metrics.get(f"validation/{metric}/{name(direction, offset)}") for metric in ("acceptance", "top1")]
+        if None not in figures:
+            rows.append(f"| {direction} +{offset} | {figures[0]:.3f} | {figures[1]:.3f} |")
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Heads(HeadSpec(**config["heads"])).parameters())
+    card = CARD.format(**config, parameters=parameters / 1e6, validation="\n".join(rows), measured=measured)
+    write_atomically(Path(directory) / "README.md", card.encode())
+
+
+def read_config(directory: str | Path) -> dict:
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise HeadsError(f"{directory} holds no exported heads (no config.json); run the train and export stages first")
+    return json.loads(path.read_text())
+
+
+def load_heads(directory: str | Path, backbone: Backbone) -> Heads:
+    """Heads in eval mode, float32, on the CPU. Raises HeadsError naming what does not fit: the backbone's fingerprint,
+    the grid, the width or vocabulary, a missing, unexpected or mis-shaped tensor."""
+    directory = Path(directory)
+    config = read_config(directory)
+    expected = {
+        "grid": [backbone.grid.height, backbone.grid.width],
+        "end_of_line": backbone.grid.end_of_line,
+        "fingerprint": backbone.fingerprint,
+    }
+    found = {key: config.get(key) for key in expected}
+    for key in "width", "vocabulary":
+        expected[key], found[key] = getattr(backbone, key), config["heads"].get(key)
+    for key, value in expected.items():
+        if found[key] != value:
+            raise HeadsError(
+                f"the heads in {directory} were trained for {key} {found[key]} (backbone {config.get('backbone')}), "
+                f"but {backbone.name} has {value}"
+            )
+    try:
+        heads = Heads(HeadSpec(**config["heads"]))
+    except TypeError as error:
+        raise HeadsError(f"{directory}/config.json does not describe heads that this version knows: {error}") from error
+    try:
+        tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise HeadsError(f"{directory}/model.safetensors cannot be read ({error}); export the heads again") from error
+    wanted = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items()}
+    there = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if wanted != there:
+        wrong = sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key))
+        lines = [f"  {key}: expected {wanted.get(key, 'nothing')}, found {there.get(key, 'nothing')}" for key in wrong]
+        raise HeadsError(f"{directory}/model.safetensors does not match its config.json:\n" + "\n".join(lines))
+    heads.load_state_dict(tensors)
+    return heads.eval().requires_grad_(False)

@@ -1,0 +1,83 @@
+"""Prompt sources, and the split that keeps training, validation and test prompts apart."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    VALIDATION = "validation"
+    TEST = "test"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``index`` is the place in its source and keys the sample's seed; ``image`` loads the uint8 [H, W, 3] picture
+    that the text captions, where the source has one."""
+
+    index: int
+    text: str
+    image: Callable[[], np.ndarray] | None = None
+
+
+class PromptSource(Protocol):
+    def __iter__(self) -> Iterator[Prompt]:
+        """Always the same prompts in the same order; may be endless."""
+
+
+def split_of(text: str) -> Split:
+    """Decided by the text alone (8 : 1 : 1), so a prompt that a source repeats is never in two splits."""
+    bucket = hashlib.sha256(text.strip().encode()).digest()[0] * 10 // 256
+    return {0: Split.VALIDATION, 1: Split.TEST}.get(bucket, Split.TRAIN)
+
+
+def take(source: PromptSource, splits: Collection[Split], count: int, scan: int = 1_000_000) -> list[Prompt]:
+    """The first ``count`` prompts of the given splits. Raises ValueError if the source, or its first ``scan``
+    prompts, do not hold that many."""
+    chosen = (prompt for prompt in islice(iter(source), scan) if split_of(prompt.text) in splits)
+    prompts = list(islice(chosen, count))
+    if len(prompts) < count:
+        raise ValueError(
+            f"{count} {'/'.join(splits)} prompts wanted, but {source} holds {len(prompts)}; "
+            "lower cache.samples or decode.prompts, or give a longer source"
+        )
+    return prompts
+
+
+class DatasetPrompts:
+    """Any text file, JSONL file or ``datasets`` source.
+
+    A path that ends in .txt holds one prompt a line; .json or .jsonl one object a line; anything else is given to
+    ``datasets.load_dataset``. ``image_column`` is needed for cache.source=images.
+    """
+
+    def __init__(self, path: str, column: str = "text", image_column: str | None = None, split: str = "train"):
+        self.path, self.column, self.image_column, self.split = path, column, image_column, split
+
+    def __repr__(self) -> str:
+        return f"DatasetPrompts({self.path!r})"
+
+    def __iter__(self) -> Iterator[Prompt]:
+        from datasets import load_dataset
+
+        if self.path.endswith(".txt"):
+            rows = load_dataset("text", data_files=self.path, split="train")
+        elif self.path.endswith((".json", ".jsonl")):
+            rows = load_dataset("json", data_files=self.path, split="train")
+        else:
+            rows = load_dataset(self.path, split=self.split)
+        missing = {self.column, self.image_column or self.column} - set(rows.column_names)
+        if missing:
+            raise ValueError(f"{self.path} has columns {rows.column_names}, not {sorted(missing)}; set prompts.column")
+        texts = rows.select_columns([self.column])
+        for index, row in enumerate(texts):
+            yield Prompt(index, row[self.column], self._loader(rows, index) if self.image_column else None)
+
+    def _loader(self, rows, index: int) -> Callable[[], np.ndarray]:
+        return lambda: np.asarray(rows[index][self.image_column].convert("RGB"))

@@ -1,0 +1,205 @@
+"""Prompts -> tokens and states of both CFG streams -> shards."""
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+import ssd_train
+from ssd_train.backbones.base import Backbone
+from ssd_train.config import CacheSource
+from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
+from ssd_train.draws import sample_seed
+from ssd_train.kv_cache import Slots
+from ssd_train.prompts import Prompt, Split
+from ssd_train.run import Run
+from ssd_train.shards import (
+    CacheDtype,
+    CacheError,
+    Sample,
+    ShardCache,
+    pack,
+    prompts_hash,
+    sample_bytes,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
+
+READOUT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Relative to the largest logit. Rounding stays far below these; states taken after the norm, or shifted by one
+position, are off by order 1."""
+
+
+def run(run: Run) -> None:
+    cfg = run.cfg.cache
+    prompts = run.prompts([Split.TRAIN, Split.VALIDATION], cfg.samples)
+    cache = ShardCache(run.cache_dir)
+    shards = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
+    if cache.manifest_path.exists():
+        cache.check(_identity(run))
+    missing = [i for i, shard in enumerate(shards) if not _is_there(cache, i, shard, cfg.verify)]
+    if not missing:
+        log.info("cache %s is complete: %d samples in %d shards", cache.directory, len(prompts), len(shards))
+        return
+    _estimate(run, cache, sum(len(shards[i]) for i in missing), prompts)
+    if not cache.manifest_path.exists():
+        cache.pin(_identity(run) | _checks(run, prompts))
+    todo = tqdm(missing, desc="cache", unit="shard")
+    for i in todo:
+        cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
+    log.info("cache %s: %d samples in %d shards", cache.directory, len(prompts), len(shards))
+
+
+def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool) -> bool:
+    """Raises CacheError if a whole shard holds other prompts."""
+    entry = cache.entry(shard, verify)
+    if entry is None:
+        if cache.path(shard).exists():
+            log.warning("%s is incomplete or damaged; it is made again", cache.path(shard))
+        return False
+    if entry.prompts == prompts_hash((p.index, p.text) for p in prompts):
+        return True
+    if entry.count != len(prompts):  # the last shard of a run with another cache.samples
+        return False
+    raise CacheError(
+        f"{cache.path(shard)} holds other prompts than model.prompts gives now: the prompt source has changed. "
+        "Use another cache.dir, or remove this cache if it is not needed."
+    )
+
+
+def _identity(run: Run) -> dict:
+    """What every sample is made with."""
+    backbone, cfg = run.backbone, run.cfg.cache
+    return {
+        "format": 1,
+        "backbone": backbone.name,
+        "fingerprint": backbone.fingerprint,
+        "backbone_dtype": str(backbone.dtype),
+        "norm_state": "pre",
+        "grid": [backbone.grid.height, backbone.grid.width],
+        "end_of_line": backbone.grid.end_of_line,
+        "width": backbone.width,
+        "vocabulary": backbone.vocabulary,
+        "sampling": vars(run.sampling),
+        "source": cfg.source.name,
+        "seed": run.cfg.seed,
+        "dtype": str(cfg.dtype.value),
+        "shard_size": cfg.shard_size,
+        "batch_size": cfg.batch_size,
+        "versions": {
+            "torch": torch.__version__, "transformers": transformers.__version__, "ssd_train": ssd_train.__version__
+        },
+    }  # fmt: skip
+
+
+def _checks(run: Run, prompts: list[Prompt]) -> dict:
+    """Measured once, on the first few samples, and kept in the manifest. Raises CacheError if the readout of the
+    states is not the model's own logits: the commonest silent failure, and heads trained on such states are useless."""
+    backbone = run.backbone
+    first = prompts[: min(4, run.cfg.cache.batch_size)]
+    context = backbone.encode_prompts([p.text for p in first])
+    tokens = torch.randint(backbone.vocabulary, (len(first), backbone.grid.size), device=backbone.device)
+    hidden = backbone.teacher_force(context, tokens)
+    error = backbone.readout_error(context, tokens, hidden)
+    if not error <= READOUT_TOLERANCE[backbone.dtype]:
+        raise CacheError(
+            f"readout(H) differs from the model's own logits by {error:.2g} of the largest logit; expected at most "
+            f"{READOUT_TOLERANCE[backbone.dtype]:.0e} for {backbone.dtype}. The adapter of {backbone.name} does not "
+            "capture the states before the final norm."
+        )
+    stored = storage_error(backbone, hidden, run.cfg.cache.dtype, run.sampling)
+    log.info("readout error %.1e; storing states as %s costs %s", error, run.cfg.cache.dtype.value, stored)
+    return {"readout_error": error, "storage_error": stored}
+
+
+def storage_error(backbone: Backbone, hidden: Tensor, dtype: CacheDtype, sampling: Sampling) -> dict[str, float]:
+    """What the cache dtype does to states [2, B, L, d]: their relative RMS error, and the total variation distance
+    between the distributions read out from the exact and the stored states."""
+    stored = torch.stack([unpack(pack(h, dtype)) for h in hidden.unbind(1)], 1).to(hidden)
+    relative = ((stored.double() - hidden.double()).square().mean() / hidden.double().square().mean()).sqrt()
+    p, q = (guided_probabilities(backbone.readout(h), sampling) for h in (hidden, stored))
+    return {
+        "relative_rms": float(f"{relative.item():.3g}"),
+        "total_variation": float(f"{1 - acceptance_rate(p, q).mean().item():.3g}"),
+    }
+
+
+def _estimate(run: Run, cache: ShardCache, samples: int, prompts: list[Prompt]) -> None:
+    """Logs bytes and time of what is to be made. Raises CacheError if the disk cannot hold it."""
+    backbone, cfg = run.backbone, run.cfg.cache
+    size = samples * sample_bytes(backbone.grid.size, backbone.width, cfg.dtype)
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache.directory).free
+    batch = [p.text for p in prompts[: min(cfg.batch_size, cfg.shard_size, samples)]]
+    seconds = _seconds_a_pass(backbone, batch) * math.ceil(samples / len(batch))
+    if cfg.source is CacheSource.generated:
+        seconds *= backbone.grid.size
+    log.info(
+        "cache: %d samples to make, %.2f GB (%.1f GB free) and about %.1f minutes",
+        samples, size / 1e9, free / 1e9, seconds / 60,
+    )  # fmt: skip
+    if size > free:
+        raise CacheError(
+            f"{samples} samples need {size / 1e9:.1f} GB in {cache.directory}, where {free / 1e9:.1f} GB are free; "
+            "lower cache.samples, use cache.dtype=int8, or another cache.dir"
+        )
+
+
+@torch.inference_mode()
+def _seconds_a_pass(backbone: Backbone, texts: list[str]) -> float:
+    """Wall-clock of one single-token pass, half-way through an image, with some margin for sampling."""
+    context = backbone.encode_prompts(texts)
+    cache = backbone.new_cache(context)
+    hidden = backbone.prefill(context, cache)
+    half = min(backbone.grid.size - 2, backbone.grid.size // 2)
+    tokens = torch.zeros(len(texts), max(1, half), dtype=torch.int64, device=backbone.device)
+
+    def pass_(start: int, stop: int) -> Tensor:
+        slots = Slots.span(context.ids.shape[-1] + start, context.ids.shape[-1] + stop, backbone.device)
+        return backbone(backbone.embed(tokens[:, : stop - start]).repeat(2, 1, 1), slots, cache)
+
+    if half > 0:
+        hidden = pass_(0, half)
+    start = time.perf_counter()
+    for i in range(3):
+        hidden = pass_(max(0, half - i - 1), max(1, half - i))
+    float(hidden.sum())
+    return (time.perf_counter() - start) / 3 * 1.15
+
+
+def _samples(run: Run, prompts: list[Prompt], what: str) -> Iterator[Sample]:
+    batch_size = run.cfg.cache.batch_size
+    make = _generate if run.cfg.cache.source is CacheSource.generated else _encode_images
+    for start in tqdm(range(0, len(prompts), batch_size), desc=what, unit="batch", leave=False):
+        batch = prompts[start : start + batch_size]
+        seeds = [sample_seed(run.cfg.seed, p.index) for p in batch]
+        tokens, hidden = make(run, batch, seeds)
+        for i, prompt in enumerate(batch):
+            yield Sample(prompt.index, prompt.text, seeds[i], tokens[i].int().cpu(), hidden[:, i].cpu())
+
+
+def _generate(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:
+    """AR sampling with CFG; the states are those that the sampling itself used."""
+    context = run.backbone.encode_prompts([p.text for p in prompts])
+    decoded = Decoder(Autoregressive())(run.backbone, context, seeds, run.sampling)
+    return decoded.tokens, decoded.hidden
+
+
+def _encode_images(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:
+    """Captioned images through the VQ encoder, then one teacher-forced pass."""
+    if any(p.image is None for p in prompts):
+        raise CacheError(f"cache.source=images, but {prompts[0].text!r} has no image; set prompts.image_column")
+    context = run.backbone.encode_prompts([p.text for p in prompts])
+    images = torch.from_numpy(np.stack([p.image() for p in prompts]))
+    tokens = run.backbone.encode_pixels(images)
+    return tokens, run.backbone.teacher_force(context, tokens.flatten(1))

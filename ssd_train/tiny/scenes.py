@@ -1,0 +1,248 @@
+"""Captioned scenes of plain shapes on textured backgrounds: grammar, sampling, drawing. Pure numpy.
+
+The six categories follow GenEval. A caption says everything the checker needs: `parse_caption` turns it
+back into a `Requirement`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+SIZE = 64  # image side in pixels
+GRID = 16  # image side in tokens
+SHAPES = ("circle", "square", "triangle")
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (216, 40, 42),
+    "green": (36, 168, 66),
+    "blue": (44, 84, 218),
+    "yellow": (240, 206, 36),
+}
+NUMBERS = {1: "a", 2: "two", 3: "three", 4: "four"}
+RELATIONS = ("left of", "right of", "above", "below")
+CATEGORIES = ("single", "colour", "two", "counting", "position", "attribution")
+
+_ITEM = re.compile(rf"(a|two|three|four) (?:({'|'.join(COLOURS)}) )?({'|'.join(SHAPES)})(s?)")
+_YY, _XX = np.mgrid[0:SIZE, 0:SIZE] + 0.5  # pixel centres, float64 [64,64]
+
+
+@dataclass(frozen=True)
+class Item:
+    """`count` objects of one shape; colour None means any."""
+
+    count: int
+    shape: str
+    colour: str | None = None
+
+    def text(self) -> str:
+        words = [NUMBERS[self.count], self.colour, self.shape + ("s" if self.count > 1 else "")]
+        return " ".join(w for w in words if w)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What an image must show: exactly these items, the first standing in `relation` to the second."""
+
+    items: tuple[Item, ...]
+    relation: str | None = None
+
+    @property
+    def category(self) -> str:
+        first = self.items[0]
+        if len(self.items) == 1:
+            return "counting" if first.count > 1 else "colour" if first.colour else "single"
+        return "position" if self.relation else "attribution" if first.colour else "two"
+
+    def text(self) -> str:
+        return f" {self.relation or 'and'} ".join(item.text() for item in self.items)
+
+
+@dataclass(frozen=True)
+class Object:
+    """A drawn shape: centre and radius in pixels, RGB in 0..255."""
+
+    shape: str
+    colour: str
+    x: float
+    y: float
+    radius: float
+    rgb: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Background:
+    """A greyish ground: two RGB ends of a gradient, a pattern, smooth noise and grain (in grey levels)."""
+
+    start: tuple[float, float, float]
+    end: tuple[float, float, float]
+    angle: float
+    pattern: str
+    contrast: float
+    period: float
+    clouds: float
+    grain: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    category: str
+    caption: str
+    objects: tuple[Object, ...]
+    background: Background
+
+
+def parse_caption(text: str) -> Requirement:
+    """The requirement a caption of the grammar states; ValueError for any other text."""
+    text = text.strip()
+    for joint in (" and ", *(f" {r} " for r in RELATIONS)):
+        if joint in text:
+            parts, relation = text.split(joint), None if joint == " and " else joint.strip()
+            break
+    else:
+        parts, relation = [text], None
+    items = []
+    for part in parts:
+        match = _ITEM.fullmatch(part)
+        if match is None:
+            raise ValueError(f"not a caption of the scene grammar: {text!r}")
+        number, colour, shape, _ = match.groups()
+        items.append(Item({w: n for n, w in NUMBERS.items()}[number], shape, colour))
+    requirement = Requirement(tuple(items), relation)
+    if requirement.text() != text:
+        raise ValueError(f"not a caption of the scene grammar: {text!r}")
+    return requirement
+
+
+def _sample_requirement(rng: np.random.Generator, category: str) -> Requirement:
+    colours = [str(c) for c in rng.permutation(list(COLOURS))]
+    shapes = [str(s) for s in rng.permutation(SHAPES)]
+    if category == "single":
+        return Requirement((Item(1, shapes[0]),))
+    if category == "colour":
+        return Requirement((Item(1, shapes[0], colours[0]),))
+    if category == "two":
+        return Requirement((Item(1, shapes[0]), Item(1, shapes[1])))
+    if category == "counting":
+        return Requirement((Item(int(rng.integers(2, 5)), shapes[0], colours[0]),))
+    pair = (Item(1, shapes[0], colours[0]), Item(1, shapes[1], colours[1]))
+    if category == "position":
+        return Requirement(pair, RELATIONS[rng.integers(len(RELATIONS))])
+    if category == "attribution":
+        return Requirement(pair)
+    raise ValueError(f"unknown category {category!r}")
+
+
+def related(relation: str, a: tuple[float, float], b: tuple[float, float], slack: float = 0.0) -> bool:
+    """Whether centre a = (x, y) stands in `relation` to centre b: along that axis, and mostly so."""
+    dx, dy = b[0] - a[0], b[1] - a[1]
+    axes = {"left of": (dx, dy), "right of": (-dx, dy), "above": (dy, dx), "below": (-dy, dx)}
+    along, across = axes[relation]
+    return along > 10 - slack and along > abs(across) - slack
+
+
+def _place(rng: np.random.Generator, n: int, relation: str | None) -> np.ndarray:
+    """Centres and radii float64 [n,3] of objects that neither touch nor leave the image."""
+    low, high = {1: (10.0, 13.5), 2: (9.5, 12.0), 3: (8.0, 9.5), 4: (7.5, 9.0)}[n]
+    while True:
+        r = rng.uniform(low, high, n)
+        xy = rng.uniform(1.15 * r + 1, SIZE - 1.15 * r - 1, (2, n))
+        apart = all(
+            np.hypot(*(xy[:, i] - xy[:, j])) > 1.2 * (r[i] + r[j]) + 3 for i in range(n) for j in range(i)
+        )
+        if apart and (relation is None or related(relation, tuple(xy[:, 0]), tuple(xy[:, 1]))):
+            return np.stack([*xy, r], 1)
+
+
+def _sample_background(rng: np.random.Generator) -> Background:
+    base, end = rng.uniform(80, 190), rng.uniform(80, 190)
+    tint = rng.uniform(-8, 8, 3)
+    return Background(
+        start=tuple(base + tint),
+        end=tuple(base + 0.6 * (end - base) + tint),
+        angle=float(rng.uniform(0, 2 * np.pi)),
+        pattern=("none", "stripes", "patches")[rng.integers(3)],
+        contrast=float(rng.uniform(8, 18)),
+        period=float(rng.uniform(8, 20)),
+        clouds=float(rng.uniform(4, 10)),
+        grain=float(rng.uniform(3, 6)),
+    )
+
+
+def sample_scene(rng: np.random.Generator, category: str | None = None) -> Scene:
+    """A scene of `category` (uniformly random when None)."""
+    category = category or CATEGORIES[rng.integers(len(CATEGORIES))]
+    requirement = _sample_requirement(rng, category)
+    wanted = [item for item in requirement.items for _ in range(item.count)]
+    # Colours the caption leaves open still differ between objects.
+    spare = iter(rng.permutation([c for c in COLOURS if c not in {i.colour for i in requirement.items}]))
+    objects = []
+    for item, (x, y, r) in zip(wanted, _place(rng, len(wanted), requirement.relation), strict=True):
+        colour = item.colour or str(next(spare))
+        rgb = tuple(np.clip(np.array(COLOURS[colour]) + rng.uniform(-10, 10, 3), 0, 255))
+        objects.append(Object(item.shape, colour, float(x), float(y), float(r), rgb))
+    return Scene(category, requirement.text(), tuple(objects), _sample_background(rng))
+
+
+def signed_distance(shape: str, x: float, y: float, radius: float) -> np.ndarray:
+    """Pixels from each pixel centre to the outline of a shape, negative inside; float64 [64,64]."""
+    dx, dy = _XX - x, _YY - y
+    if shape == "circle":
+        return np.hypot(dx, dy) - radius
+    if shape == "square":
+        return np.maximum(np.abs(dx), np.abs(dy)) - 0.9 * radius
+    inner = 0.65 * radius  # the inscribed circle's radius; shifted down so that the bounding box is centred
+    dy = dy - 0.5 * inner
+    return np.maximum(dy, np.abs(dx) * 0.75**0.5 - 0.5 * dy) - inner
+
+
+def _outline(obj: Object) -> np.ndarray:
+    return signed_distance(obj.shape, obj.x, obj.y, obj.radius)
+
+
+def object_patches(scene: Scene) -> np.ndarray:
+    """bool [16,16]: the token patches that an object overlaps."""
+    inside = np.any([_outline(o) < 0.5 for o in scene.objects], axis=0)
+    return inside.reshape(GRID, SIZE // GRID, GRID, SIZE // GRID).any((1, 3))
+
+
+def _clouds(rng: np.random.Generator) -> np.ndarray:
+    """Smooth noise of about unit variance, two octaves, float64 [64,64]."""
+    out = np.zeros((SIZE, SIZE))
+    for cells, weight in ((8, 0.7), (16, 0.7)):
+        knots = rng.standard_normal((cells + 1, cells + 1))
+        at = _YY[:, 0] / SIZE * cells
+        i, f = at.astype(int), at % 1
+        rows = knots[i] * (1 - f)[:, None] + knots[i + 1] * f[:, None]
+        # Bilinear interpolation shrinks the variance to 4/9 on average.
+        out += weight * 1.5 * (rows[:, i] * (1 - f) + rows[:, i + 1] * f)
+    return out
+
+
+def _draw_background(bg: Background, rng: np.random.Generator, texture: float) -> np.ndarray:
+    c, s = np.cos(bg.angle), np.sin(bg.angle)
+    ramp = (((_XX - SIZE / 2) * c + (_YY - SIZE / 2) * s) / SIZE + 0.5)[..., None]
+    image = np.array(bg.start) * (1 - ramp) + np.array(bg.end) * ramp
+    relief = bg.clouds * _clouds(rng)
+    if bg.pattern == "stripes":
+        phase = rng.uniform(0, 2 * np.pi)
+        relief += bg.contrast * np.sin((_XX * s - _YY * c) * 2 * np.pi / bg.period + phase)
+    elif bg.pattern == "patches":
+        cells = int(np.ceil(SIZE / bg.period)) + 1
+        level = rng.uniform(-1, 1, (cells, cells))
+        shift = rng.uniform(0, bg.period, 2)
+        y, x = (((at + d) / bg.period).astype(int) % cells for at, d in zip((_YY, _XX), shift, strict=True))
+        relief += 1.2 * bg.contrast * level[y, x]
+    return image + texture * relief[..., None]
+
+
+def render(scene: Scene, rng: np.random.Generator, texture: float = 1.0) -> np.ndarray:
+    """Draw a scene, uint8 [64,64,3]; `texture` scales the background's relief and the grain (0: calm)."""
+    image = _draw_background(scene.background, rng, texture)
+    for obj in scene.objects:
+        light = 1 - 0.16 * ((_XX - obj.x) + (_YY - obj.y)) / (1.4 * obj.radius)
+        alpha = np.clip(0.5 - _outline(obj), 0, 1)[..., None]
+        image = image * (1 - alpha) + alpha * np.array(obj.rgb) * light[..., None]
+    image += texture * scene.background.grain * rng.standard_normal((SIZE, SIZE, 1))
+    return np.clip(image + 0.5, 0, 255).astype(np.uint8)

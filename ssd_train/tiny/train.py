@@ -1,0 +1,335 @@
+"""Train the tiny text-to-image backbone: a small `JanusForConditionalGeneration` on captioned scenes.
+
+    python -m ssd_train.tiny.train --vq runs/vq --out data/tiny --minutes 80
+
+Scenes are drawn and tokenised on the fly, so no image is seen twice. Two things make a model of this size
+heed its captions: training starts on calm backgrounds, where the objects are the only information, and the
+loss of the tokens that overlap an object starts out weighted up. Both fade, so that the distribution learnt
+in the end is the honest one. The log shows what the captions are worth: the held-out loss with and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    JanusVisionConfig,
+    JanusVQVAE,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+from .checker import score
+from .scenes import CATEGORIES, GRID, SIZE, object_patches, render, sample_scene
+from .tokenizer import BOI, PROMPT_LENGTH, build_tokenizer, encode_prompts, unconditional
+from .train_vq import decode, encode, vq_config
+
+TOKENS = GRID * GRID
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, vq: JanusVQVAE, width: int, layers: int, heads: int, ff: int
+) -> JanusForConditionalGeneration:
+    """A fresh backbone around a trained VQ tokenizer; the vision tower is a stub the class demands."""
+    boi = tokenizer.convert_tokens_to_ids(BOI)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = JanusConfig(
+        text_config=LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0}, initializer_range=0.04,
+            eos_token_id=None, **ids,
+        ),
+        vision_config=JanusVisionConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=1, mlp_ratio=1.0, image_size=SIZE,
+            patch_size=SIZE // GRID, num_image_tokens=TOKENS, projection_dim=width,
+        ),
+        vq_config=vq_config(width),
+        # Image *inputs* are not trained; their placeholder needs some id that no prompt contains.
+        image_token_id=tokenizer.unk_token_id,
+    )  # fmt: skip
+    model = JanusForConditionalGeneration(config)
+    model.model.vqmodel.load_state_dict(vq.state_dict())
+    model.model.vqmodel.requires_grad_(False)
+    with torch.no_grad():
+        # Start where similar codes have similar embeddings, and text and image embeddings one scale.
+        model.model.generation_embeddings.weight.copy_(vq.quantize.embedding.weight * 8**0.5)
+        for linear in (model.model.generation_aligner.fc1, *model.model.generation_aligner.hidden_layers):
+            linear.reset_parameters()
+        model.get_input_embeddings().weight.normal_(0, 0.3)
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight.mul_((2 * layers) ** -0.5)
+            layer.mlp.down_proj.weight.mul_((2 * layers) ** -0.5)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, guidance_scale=3.0, max_length=PROMPT_LENGTH + TOKENS,
+        generation_kwargs={"boi_token_id": boi}, **ids,
+    )  # fmt: skip
+    return model
+
+
+def save(model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write model (language model float16, VQ float32) and tokenizer; readers never see half a file."""
+    state = {k: v if "vqmodel" in k else v.half() for k, v in model.state_dict().items()}
+    del state["lm_head.weight"]  # tied to the text embedding
+    temporary = folder.parent / f".{folder.name}.{os.getpid()}"
+    model.save_pretrained(temporary, state_dict=state)
+    tokenizer.save_pretrained(temporary)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in temporary.iterdir():
+        os.replace(file, folder / file.name)
+    temporary.rmdir()
+
+
+@dataclass
+class Batch:
+    """Prompt ids int64 [B,14] and mask bool, image tokens int64 [B,256], object tokens bool [B,256]."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    tokens: torch.Tensor
+    on_object: torch.Tensor
+
+
+def make_batch(
+    rng: np.random.Generator, vq: JanusVQVAE, tokenizer: PreTrainedTokenizerFast, n: int, calm: float = 0.0
+) -> Batch:
+    """n fresh scenes over the category mix, a share `calm` of them with a weak background texture."""
+    scenes = [sample_scene(rng) for _ in range(n)]
+    images = [render(s, rng, 0.4 * rng.uniform() if rng.uniform() < calm else 1.0) for s in scenes]
+    on_object = torch.from_numpy(np.stack([object_patches(s).ravel() for s in scenes]))
+    return Batch(
+        *encode_prompts(tokenizer, [s.caption for s in scenes]), encode(vq, np.stack(images)), on_object
+    )
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Position ids int64 that skip the left padding of mask bool [B,N]."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def attention_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Causal mask bool [B,1,N,N] (True: attend) that hides the padding; padding attends to itself only."""
+    n = mask.shape[1]
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    return (causal & mask[:, None, :] | torch.eye(n, dtype=torch.bool))[:, None]
+
+
+def token_losses(
+    model: JanusForConditionalGeneration, ids: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Negative log-likelihood in nats, float32 [B,256], of every image token."""
+    prompt = model.get_input_embeddings()(ids)
+    image = model.prepare_embeddings_for_image_generation(tokens[:, :-1])
+    embeds = torch.cat([prompt, image], 1)
+    hidden = model.model.language_model(
+        inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state
+    logits = model.model.generation_head(hidden[:, ids.shape[1] - 1 :]).float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
+
+
+def batch_losses(fn, model: JanusForConditionalGeneration, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+    """`token_losses` (or its compiled form `fn`) of a batch under the prompts `ids`; float32 [B,256]."""
+    full = F.pad(batch.mask, (0, TOKENS - 1), value=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        return fn(model, ids, batch.tokens, attention_mask(full), positions(full))
+
+
+@torch.no_grad()
+def evaluate(fn, model, tokenizer: PreTrainedTokenizerFast, batches: Sequence[Batch]) -> dict[str, float]:
+    """Held-out loss in nats with captions and without, and the difference; also on object tokens alone."""
+    model.eval()
+    with_, without, on = [], [], torch.cat([b.on_object for b in batches])
+    for b in batches:
+        with_.append(batch_losses(fn, model, b, b.ids))
+        without.append(batch_losses(fn, model, b, unconditional(tokenizer, b.ids)))
+    c, u = torch.cat(with_), torch.cat(without)
+    rows = {
+        "cond": c.mean(), "uncond": u.mean(), "gain": (u - c).mean(), "object_cond": c[on].mean(),
+        "object_gain": (u - c)[on].mean(), "gain_per_image": (u - c).sum(1).mean(),
+    }  # fmt: skip
+    return {k: round(v.item(), 4) for k, v in rows.items()}
+
+
+@torch.no_grad()
+def sample(
+    model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, captions: Sequence[str],
+    guidance: float, seed: int, temperature: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """Image tokens int64 [B,256] by autoregressive sampling, both guidance streams in one batch."""
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids, mask = encode_prompts(tokenizer, captions)
+    ids, mask = torch.cat([ids, unconditional(tokenizer, ids)]), mask.repeat(2, 1)
+    cache = DynamicCache()
+    embeds, position_ids = model.get_input_embeddings()(ids), positions(mask)
+    attention, out = attention_mask(mask), []
+    for _ in range(TOKENS):
+        hidden = model.model.language_model(
+            inputs_embeds=embeds, attention_mask=attention, position_ids=position_ids, past_key_values=cache
+        ).last_hidden_state[:, -1]
+        cond, uncond = model.model.generation_head(hidden).float().chunk(2)
+        probs = ((uncond + guidance * (cond - uncond)) / temperature).softmax(-1)
+        out.append(torch.multinomial(probs, 1, generator=generator))
+        embeds = model.prepare_embeddings_for_image_generation(out[-1].repeat(2, 1))
+        mask = F.pad(mask, (0, 1), value=True)
+        attention, position_ids = mask[:, None, None], position_ids[:, -1:] + 1
+    return torch.cat(out, 1)
+
+
+def prompts(n: int, seed: int) -> list[str]:
+    """n captions, the categories in turn."""
+    rng = np.random.default_rng(seed)
+    return [sample_scene(rng, CATEGORIES[i % len(CATEGORIES)]).caption for i in range(n)]
+
+
+def sample_and_score(
+    model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, n: int, guidance: float,
+    seed: int,
+) -> tuple[np.ndarray, list[str], dict[str, float]]:  # fmt: skip
+    """n images uint8 [n,64,64,3], their captions, and the checker's score by category."""
+    captions = prompts(n, seed)
+    images = []
+    for i in range(0, n, 96):
+        tokens = sample(model, tokenizer, captions[i : i + 96], guidance, seed + i)
+        images.append(decode(model.model.vqmodel, tokens))
+    images = np.concatenate(images)
+    return images, captions, {k: round(v, 4) for k, v in score(images, captions).items()}
+
+
+def save_grid(images: np.ndarray, captions: Sequence[str], path: Path, columns: int = 8) -> None:
+    """A PNG of captioned images."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = -(-len(images) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(2 * columns, 2.2 * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, image, caption in zip(axes.flat, images, captions, strict=False):
+        axis.imshow(image)
+        axis.set_title(caption, fontsize=6)
+    figure.tight_layout(pad=0.3)
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+
+
+def optimizers(model: JanusForConditionalGeneration, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the decoder layers' matrices, AdamW for what remains of the trained path."""
+    m = model.model
+    matrices = [p for p in m.language_model.layers.parameters() if p.ndim == 2]
+    path = (m.language_model, m.generation_embeddings, m.generation_aligner, m.generation_head)
+    inside = {id(p) for p in matrices}
+    rest = [p for part in path for p in part.parameters() if id(p) not in inside]
+    return [
+        torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def ramp(x: float, start: float, end: float) -> float:
+    """0 before `start`, 1 after `end`, linear between."""
+    return min(1.0, max(0.0, (x - start) / (end - start)))
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+    tokenizer, vq = build_tokenizer(), JanusVQVAE.from_pretrained(args.vq).eval()
+    model = build_model(tokenizer, vq, args.width, args.layers, args.heads, args.ff)
+    save(model, tokenizer, args.out)
+    args.log.mkdir(parents=True, exist_ok=True)
+    fn = torch.compile(token_losses, dynamic=False) if args.compile else token_losses
+    held = np.random.default_rng(args.seed + 1)
+    full = [make_batch(held, vq, tokenizer, args.batch) for _ in range(args.held_out)]
+    calm = [make_batch(held, vq, tokenizer, args.batch, calm=1.0)]
+    opts, began, seen = optimizers(model, args), time.time(), 0
+    trained = [p for opt in opts for g in opt.param_groups for p in g["params"]]
+    base = [opt.param_groups[0]["lr"] for opt in opts]
+    step, losses, log, next_grid = 0, [], [], args.grid_minutes
+    while (done := (time.time() - began) / 60 / args.minutes) < 1 and step != args.steps:
+        model.train()
+        # By wall clock, so that the schedule ends in time on a busy machine: warm-up, plateau, linear decay.
+        scale = min(1.0, (step + 1) / 40, (1 - done) / (1 - args.decay_from))
+        for opt, lr in zip(opts, base, strict=True):
+            opt.param_groups[0]["lr"] = lr * scale
+        texture = ramp(done, *args.calm)
+        boost = 1 + (args.boost - 1) * (1 - ramp(done, *args.fade))
+        batch = make_batch(rng, vq, tokenizer, args.batch, calm=1 - texture)
+        drop = torch.from_numpy(rng.uniform(size=(args.batch, 1)) < 0.1)
+        ids = torch.where(drop, unconditional(tokenizer, batch.ids), batch.ids)
+        nll = batch_losses(fn, model, batch, ids)
+        weight = torch.where(batch.on_object, boost, 1.0)
+        ((nll * weight).sum() / weight.sum()).backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        step, seen = step + 1, seen + args.batch
+        losses.append(nll.mean().item())
+        if step % args.every == 0:
+            minutes = (time.time() - began) / 60
+            row = {"step": step, "minutes": round(minutes, 1), "train": round(float(np.mean(losses)), 4)}
+            row |= {"texture": round(texture, 2), "boost": round(boost, 2)}
+            row |= evaluate(fn, model, tokenizer, full)
+            if texture < 1:
+                row |= {f"calm_{k}": v for k, v in evaluate(fn, model, tokenizer, calm).items()}
+            losses = []
+            if minutes >= next_grid:
+                next_grid = minutes + args.grid_minutes
+                save(model, tokenizer, args.out)
+                images, captions, row["score"] = sample_and_score(model, tokenizer, 48, args.guidance, 7)
+                save_grid(images, captions, args.log / f"step{step:05d}.png")
+            log.append(row)
+            print(json.dumps(row), flush=True)
+    save(model, tokenizer, args.out)
+    (args.log / "train.json").write_text(json.dumps({"images_seen": seen, "log": log}, indent=1))
+
+
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--vq", type=Path, required=True, help="folder of the trained VQ tokenizer")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the backbone")
+    parser.add_argument("--log", type=Path, default=Path("runs/tiny"), help="for sample grids and the log")
+    parser.add_argument("--minutes", type=float, default=80, help="length of the run")
+    parser.add_argument("--steps", type=int, default=-1, help="stop earlier, after this many steps")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--ff", type=int, default=704)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--decay-from", type=float, default=0.4, help="share of the run before the decay")
+    parser.add_argument("--calm", type=float, nargs=2, default=(0.06, 0.3), help="the textures' ramp")
+    parser.add_argument("--boost", type=float, default=3.0, help="initial weight of object tokens")
+    parser.add_argument("--fade", type=float, nargs=2, default=(0.3, 0.75), help="the boost's ramp to 1")
+    parser.add_argument("--held-out", type=int, default=3, help="held-out batches")
+    parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--grid-minutes", type=float, default=8, help="minutes between checkpoints")
+    parser.add_argument("--guidance", type=float, default=3.0, help="for the sample grids")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
+    parser.add_argument("--seed", type=int, default=0)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, JanusForConditionalGeneration, JanusVQVAE
+
+from ssd_train.tiny import train, train_vq
+from ssd_train.tiny.scenes import GRID
+from ssd_train.tiny.tokenizer import BOI, build_tokenizer, encode_prompts, unconditional
+
+TINY = Path(__file__).parents[2] / "data" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    model, info = JanusForConditionalGeneration.from_pretrained(TINY, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval(), AutoTokenizer.from_pretrained(TINY)
+
+
+def call(monkeypatch, module, **options) -> None:
+    """Run a script's `main` with command line options."""
+    argv = [w for k, v in options.items() for w in ("--" + k.replace("_", "-"), str(v))]
+    monkeypatch.setattr(sys, "argv", ["x", *argv])
+    module.main()
+
+
+@pytest.fixture
+def short_run(tmp_path, monkeypatch):
+    """A few steps of both scripts, as from the command line; the two folders they wrote."""
+    vq, out, log = tmp_path / "vq", tmp_path / "tiny", tmp_path / "log"
+    common = {"batch": 2, "width": 32}
+    call(monkeypatch, train_vq, **common, out=vq, steps=4, images=8, held_out=4, free=2, every=2)
+    shape = {"layers": 1, "heads": 2, "ff": 48}
+    pace = {"steps": 2, "minutes": 100, "held_out": 1, "every": 1, "grid_minutes": 100}
+    call(monkeypatch, train, **common, **shape, **pace, vq=vq, out=out, log=log)
+    return vq, out, log
+
+
+def test_short_run_reloads(short_run):
+    vq, out, log = short_run
+    rows = json.loads((log / "train.json").read_text())["log"]
+    assert len(rows) == 2
+    assert all(np.isfinite(r["cond"]) and r["cond"] > 0 for r in rows)
+    model, info = JanusForConditionalGeneration.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.float32
+    expected = JanusVQVAE.from_pretrained(vq).state_dict()
+    for name, value in model.model.vqmodel.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    assert not [p for p in out.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_prompt_format(shipped):
+    _, tokenizer = shipped
+    ids, mask = encode_prompts(tokenizer, ["a circle", "a red circle left of a blue square"])
+    assert tokenizer.unk_token_id not in ids
+    words = " ".join(tokenizer.convert_ids_to_tokens(ids[0][mask[0]]))
+    assert words == "<|begin_of_sentence|> <|User|> : a circle <|Assistant|> : <begin_of_image>"
+    assert mask[1].all()
+    assert not mask[0][:6].any()
+    dropped = unconditional(tokenizer, ids)
+    boi = tokenizer.convert_tokens_to_ids(BOI)
+    kept = (ids == tokenizer.bos_token_id) | (ids == boi)
+    assert (dropped[kept] == ids[kept]).all()
+    assert (dropped[~kept] == tokenizer.pad_token_id).all()
+    fresh, _ = encode_prompts(build_tokenizer(), ["a circle", "a red circle left of a blue square"])
+    assert (fresh == ids).all()
+
+
+def test_left_padding_changes_nothing(shipped):
+    model, tokenizer = shipped
+    tokens = torch.randint(512, (1, GRID * GRID), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for length in (8, 14):
+        ids, mask = encode_prompts(tokenizer, ["a circle"], length)
+        full = torch.nn.functional.pad(mask, (0, GRID * GRID - 1), value=True)
+        attend, at = train.attention_mask(full), train.positions(full)
+        with torch.no_grad():
+            losses.append(train.token_losses(model, ids, tokens, attend, at))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+
+
+def test_sampler_agrees_with_generate(shipped):
+    """At temperature 0 the batched sampler and transformers' own loop draw one image."""
+    model, tokenizer = shipped
+    captions = ["a red circle"]
+    ours = train.sample(model, tokenizer, captions, guidance=3.0, seed=0, temperature=1e-6)
+    ids, mask = encode_prompts(tokenizer, captions)
+    theirs = model.generate(
+        ids, attention_mask=mask.long(), generation_mode="image", do_sample=False, guidance_scale=3.0
+    )
+    assert (ours == theirs).float().mean() > 0.95
+
+
+def test_shipped_folder_is_small():
+    assert sum(f.stat().st_size for f in TINY.iterdir()) <= 15e6
