@@ -113,7 +113,7 @@ class Config:
 
 
 def register() -> None:
-    """Makes the schema and the resolvers known to Hydra. ``${shipped:tiny}`` is a folder that comes with the project."""
+    """Makes the schema and resolvers known to Hydra. ``${shipped:tiny}`` is a folder that comes with the project."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("shipped", lambda name: str(data_dir() / name), replace=True)
 

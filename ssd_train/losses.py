@@ -1,4 +1,4 @@
-"""Distillation losses, pure functions. q is the draft distribution, p the target. N any shape, d width, V vocabulary."""
+"""Distillation losses, pure functions. q is the draft distribution, p the target. N any shape, V vocabulary."""
 
 import torch.nn.functional as F
 from torch import Tensor

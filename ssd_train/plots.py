@@ -42,7 +42,7 @@ def image_grid(columns: Mapping[str, Tensor], captions: Sequence[str], path: Pat
     for row, caption in enumerate(captions):
         at = (label - 14, canvas.shape[0] - row * height - (height - gap) / 2) / total
         lines = textwrap.wrap(caption, 22, max_lines=height // 24, placeholder=" …")
-        figure.text(*at, "\n".join(lines), ha="right", va="center", size=8)
+        figure.text(*at, "\n".join(lines), ha="right", va="center", size=8, parse_math=False)
     _save(figure, path)
 
 

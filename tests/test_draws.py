@@ -19,7 +19,8 @@ REFERENCE = 0.1296456182608381
 
 def test_every_part_of_the_key_matters():
     base = uniform(torch.tensor(1), 2, 3, 4)
-    others = [uniform(torch.tensor(a), b, c, d) for a, b, c, d in [(9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9)]]
+    keys = [(9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9)]
+    others = [uniform(torch.tensor(seed), *key) for seed, *key in keys]
     assert len({float(x) for x in [base, *others]}) == 5
 
 
@@ -28,7 +29,8 @@ def test_uniform_is_uniform_and_independent_along_each_key():
     numbers are fixed, so this either holds or it does not."""
     u = uniform(torch.arange(400)[:, None, None, None], torch.arange(40)[:, None, None], torch.arange(4)[:, None],
                 torch.arange(3))  # fmt: skip
-    assert u.min() > 0 and u.max() < 1
+    assert u.min() > 0
+    assert u.max() < 1
     counts = torch.bincount((u.flatten() * 64).long(), minlength=64).double()
     expected = u.numel() / 64
     assert 20 < ((counts - expected) ** 2 / expected).sum() < 120  # 63 degrees of freedom

@@ -152,7 +152,7 @@ def test_trace_accounts_for_every_draft(backbone, heads):
     assert trace.offset[vertical].unique(dim=0).tolist() == [[1, 0]]
     assert trace.offset[first & ~vertical].unique(dim=0).tolist() == [[0, 1], [0, 2], [0, 3]]
     last = {}
-    for sample, position, token in zip(trace.sample.tolist(), trace.position.tolist(), trace.token.tolist()):
+    for sample, position, token in zip(*(x.tolist() for x in (trace.sample, trace.position, trace.token)), strict=True):
         last[sample, position] = token
     assert all(decoded.tokens[s].flatten()[p] == t for (s, p), t in last.items())
 

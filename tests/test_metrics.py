@@ -156,7 +156,7 @@ def independent_nll(backbone, prompts, tokens, sampling):
     return torch.tensor(means, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(2.0), Sampling(1.5, temperature=0.7), Sampling(2.0, top_k=3)])
+@pytest.mark.parametrize("sampling", [Sampling(2.0), Sampling(1.5, temperature=0.7), Sampling(2.0, 0.6, top_k=3)])
 @pytest.mark.parametrize("elements", [1, 100, 2**24])
 def test_nll_against_an_independent_loop(sampling, elements):
     backbone = micro.janus((3, 4), vocabulary=7, scale=4.0)

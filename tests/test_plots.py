@@ -79,6 +79,10 @@ def test_long_captions_stay_in_their_row(tmp_path):
     assert (label[:, :2] == 255).all()
 
 
+def test_captions_are_text_not_formulas(tmp_path):
+    plots.image_grid({"ar": solid((0, 0, 0))}, [r"for $\frac$ sale"], tmp_path / "a.png")
+
+
 def test_image_grid_refuses_missing_images(tmp_path):
     columns = {"ar": solid((0, 0, 0), (0, 0, 0)), "ssd": solid((0, 0, 0))}
     with pytest.raises(ValueError, match="ssd: 1 images for 2 captions"):

@@ -68,22 +68,29 @@ class Emu3(SharedVocabulary):
     def load(
         cls,
         checkpoint: str,
+        name: str = "emu3",
+        ratio: str = "1:1",
+        area: int = AREA,
+        quality: str = QUALITY,
+        negative: str = NEGATIVE,
         dtype: str = "bfloat16",
         device: str = "cpu",
         revision: str | None = None,
         attention: str = "sdpa",
-        **kwargs,
     ) -> "Emu3":
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
+        image_grid(ratio, area)  # before minutes of loading
         model, report = Emu3ForConditionalGeneration.from_pretrained(
             checkpoint,
             dtype=getattr(torch, dtype),
             revision=revision,
             attn_implementation=attention,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused by name below
         )
         require_complete(report, checkpoint, "Emu3")
-        return cls(model.to(device), AutoTokenizer.from_pretrained(checkpoint, revision=revision), **kwargs)
+        words = AutoTokenizer.from_pretrained(checkpoint, revision=revision)
+        return cls(model.to(device), words, name, ratio, area, quality, negative)
 
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional = [self._context(text + self.quality) for text in texts]

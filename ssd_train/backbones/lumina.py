@@ -4,12 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    ChameleonConfig,
-    ChameleonForConditionalGeneration,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import ChameleonConfig, ChameleonForConditionalGeneration, PreTrainedTokenizerFast
 
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.backbones.chameleon_pixels import MISSING, ChameleonPixels
@@ -26,12 +21,20 @@ def known_sizes(resolution: int) -> list[tuple[int, int]]:
     """(height, width) in pixels of the images a checkpoint was tuned on: at each width the greatest height
     within the area of ``resolution`` squared, down to that of the next width, and sides within 4:1."""
     patches = (resolution // PATCH) ** 2
-    return [
+    return sorted(
         (h * PATCH, w * PATCH)
         for w in range(1, patches + 1)
         for h in range(max(1, patches // (w + 1)), patches // w + 1)
         if max(h, w) <= 4 * min(h, w)
-    ]
+    )
+
+
+def _checked_size(name: str, resolution: int, size: Sequence[int] | None) -> tuple[int, int]:
+    height, width = size or (resolution, resolution)
+    if (height, width) not in known_sizes(resolution):
+        known = ", ".join(f"{h}x{w}" for h, w in known_sizes(resolution))
+        raise ValueError(f"{name} has no size {height}x{width} (height x width); expected one of {known}")
+    return height, width
 
 
 class Lumina(SharedVocabulary):
@@ -44,17 +47,14 @@ class Lumina(SharedVocabulary):
     def __init__(
         self,
         model: ChameleonForConditionalGeneration,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerFast,
         name: str = "lumina",
         resolution: int = 768,
         size: Sequence[int] | None = None,
         pixels: ChameleonPixels | None = None,
     ):
         """``resolution`` is the checkpoint's; ``size`` (height, width) in pixels defaults to the square."""
-        height, width = size or (resolution, resolution)
-        if (height, width) not in known_sizes(resolution):
-            known = ", ".join(f"{h}x{w}" for h, w in known_sizes(resolution))
-            raise ValueError(f"{name} has no size {height}x{width} (height x width); expected one of {known}")
+        self.image_size = height, width = _checked_size(name, resolution, size)
         self._names = model.config.vocabulary_map or {}
         super().__init__(
             name=name,
@@ -67,7 +67,6 @@ class Lumina(SharedVocabulary):
         )
         self.tokenizer = tokenizer
         self.pixels = pixels
-        self.height, self.width_in_pixels = height, width
         sides = [self._id(f"<reserved{8800 + side // PATCH:05d}>") for side in (height, width)]
         self._begin = [self._id(BEGIN_OF_IMAGE), *sides]
 
@@ -75,41 +74,43 @@ class Lumina(SharedVocabulary):
     def load(
         cls,
         checkpoint: str,
+        name: str = "lumina",
         tokenizer: str | None = None,
+        resolution: int = 768,
+        size: Sequence[int] | None = None,
+        vqgan: str | None = None,
         dtype: str = "bfloat16",
         device: str = "cpu",
         revision: str | None = None,
         attention: str = "sdpa",
-        vqgan: str | None = None,
-        **kwargs,
     ) -> "Lumina":
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error.
 
-        ``tokenizer`` is another checkpoint to take it from: of the published ones only the 768 has one.
-        ``vqgan`` is the path of Meta's VQGAN, for pixels.
+        ``tokenizer`` is another checkpoint to take it from: of the published ones only the 768 has one. ``vqgan`` is
+        the path of Meta's VQGAN, for pixels.
         """
+        _checked_size(name, resolution, size)
         folder = local_folder(checkpoint, revision)
         config = ChameleonConfig.from_pretrained(folder)
-        tensors = _per_head(read_tensors(folder, getattr(torch, dtype), device), config)
-        with torch.device("meta"):
-            model = ChameleonForConditionalGeneration._from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=attention
-            )
-        if not any(key.startswith("model.vqmodel.") for key in tensors):
-            # Tuning dropped the VQ encoder, and so the published checkpoints lack it.
-            del model.model.vqmodel
-        fill(model, tensors, checkpoint)
-        # Its frequencies are in no checkpoint.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
         # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
         words = PreTrainedTokenizerFast.from_pretrained(local_folder(tokenizer) if tokenizer else folder)
         pixels = ChameleonPixels.load(vqgan, config.vq_config).to(device) if vqgan else None
-        return cls(model, words, pixels=pixels, **kwargs)
+        torch_dtype = getattr(torch, dtype)
+        tensors = _per_head(read_tensors(folder, torch_dtype, device), config)
+        with torch.device("meta"):
+            model = ChameleonForConditionalGeneration._from_config(
+                config, dtype=torch_dtype, attn_implementation=attention
+            )
+        if not any(key.startswith("model.vqmodel.") for key in tensors):
+            del model.model.vqmodel  # tuning dropped the VQ encoder, and so the published checkpoints lack it
+        fill(model, tensors, checkpoint)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its numbers are in no checkpoint
+        return cls(model, words, name, resolution, size, pixels)
 
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional = []
         for text in texts:
-            text = PROMPT.format(width=self.width_in_pixels, height=self.height, text=text)
+            text = PROMPT.format(height=self.image_size[0], width=self.image_size[1], text=text)
             words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             conditional.append([self._id(BOS), *words, self._id(SEPARATOR), *self._begin])
         return PromptBatch.collate(conditional, [self._begin] * len(texts), self._id(BOS))

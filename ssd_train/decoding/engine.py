@@ -83,6 +83,13 @@ class Decoder:
         )
 
 
+def after_first(flags: Tensor, group: np.ndarray) -> Tensor:
+    """Whether an item comes after the first flagged one of its group: flags [N] bool, group [N] sorted -> [N] bool."""
+    count = flags.cumsum(0) - flags.long()
+    start = torch.from_numpy(np.searchsorted(group, group)).to(flags.device)
+    return count > count[start]
+
+
 def _advance(script: Script, outcome: Outcome | None) -> Step | None:
     try:
         return script.send(outcome)
@@ -149,14 +156,15 @@ class State:
         accepted = None
         if len(items.host_sample):
             with self._clock("judge"):
-                accepted = self._judge(items).accepted
+                accepted = self._judge(items, any(step.fresh for step in steps)).accepted
         bounds = items.bounds
         return [Outcome(accepted, bounds[b], bounds[b + 1]) for b in range(len(steps))]
 
-    def _draft(self, pairs: list[Sequence[tuple[int, int]]]) -> None:
-        items = self._items([[position for position, _ in sample] for sample in pairs])
-        source = self._items([[source for _, source in sample] for sample in pairs])
-        offset = [self.grid.offset(int(s), int(p)) for s, p in zip(source.host_position, items.host_position)]
+    def _draft(self, drafts: list[Sequence[tuple[int, int]]]) -> None:
+        items = self._items([[position for position, _ in sample] for sample in drafts])
+        source = self._items([[source for _, source in sample] for sample in drafts])
+        pairs = zip(source.host_position.tolist(), items.host_position.tolist(), strict=True)
+        offset = [self.grid.offset(*pair) for pair in pairs]
         q = self.decoder.drafter.propose(self, items, source.position, offset)
         at = (items.sample, items.position)
         self.tokens[at] = sample(q, self._draw(items)[:, Purpose.DRAFT])
@@ -202,7 +210,7 @@ class State:
         embedded = self.backbone.embed(tokens).repeat(2, 1, 1)
         return self.backbone(embedded, slots, self.cache).view(2, *tokens.shape, -1)
 
-    def _judge(self, items: Items) -> Verdict:
+    def _judge(self, items: Items, fresh: bool = False) -> Verdict:
         at = (items.sample, items.position)
         host = (items.host_sample, items.host_position)
         p = guided_probabilities(self.backbone.readout(self.hidden[:, *at]), self.sampling)
@@ -216,6 +224,10 @@ class State:
                 accept = torch.where(has_draft, accept, 0)
                 weight = torch.where(has_draft[:, None], weight, p)
             verdict = accept_and_redraw(draft, accept, weight, u[:, Purpose.ACCEPT], u[:, Purpose.REDRAW])
+            if fresh:
+                late = after_first(~verdict.accepted, items.host_sample)
+                token = torch.where(late, sample(p, u[:, Purpose.REDRAW]), verdict.token)
+                verdict = Verdict(token, verdict.accepted & ~late)
         else:
             token = sample(p, u[:, Purpose.REDRAW])
             verdict = Verdict(token, torch.zeros_like(token, dtype=torch.bool))

@@ -28,12 +28,14 @@ class Step:
     ``draft`` holds (position, source) pairs: the source is the position whose state and token the draft is made from.
     ``feed`` runs the backbone over these positions' current tokens, which overwrites their KV cache entries and
     yields the states of the positions after them. ``judge`` settles positions whose state is known: a drafted one is
-    accepted or re-drawn by the rule, one without a draft is drawn from p.
+    accepted or re-drawn by the rule, one without a draft is drawn from p. With ``fresh``, every judged position after
+    the first rejection is drawn from p, whatever its draft was.
     """
 
     draft: Sequence[tuple[int, int]] = ()
     feed: Sequence[int] = ()
     judge: Sequence[int] = ()
+    fresh: bool = False
 
 
 class Outcome:

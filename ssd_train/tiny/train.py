@@ -1,6 +1,10 @@
 """Train the tiny text-to-image backbone: a small `JanusForConditionalGeneration` on captioned scenes.
 
     python -m ssd_train.tiny.train --vq runs/vq --out data/tiny --minutes 80
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m ssd_train.tiny.train ...   # the batch over two processes
+
+Several single-threaded processes that meet once a step bear a busy machine far better than threads that meet
+in every operation.
 
 Scenes are drawn and tokenised on the fly, so no image is seen twice. Two things make a model of this size
 heed its captions: training starts on calm backgrounds, where the objects are the only information, and the
@@ -20,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
@@ -249,12 +254,35 @@ def ramp(x: float, start: float, end: float) -> float:
     return min(1.0, max(0.0, (x - start) / (end - start)))
 
 
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Mean over the processes, in place, as one message."""
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    for p, g in zip(parameters, flat.div_(dist.get_world_size()).split([p.numel() for p in parameters]), strict=True):
+        p.grad.copy_(g.view_as(p))
+
+
+def share_of_run(began: float, args: argparse.Namespace) -> float:
+    """How much of the schedule has passed, 0..1; by the first process's clock, so that all agree."""
+    done = torch.tensor(args.begin + (1 - args.begin) * (time.time() - began) / 60 / args.minutes)
+    if dist.is_initialized():
+        dist.broadcast(done, 0)
+    return done.item()
+
+
 def train(args: argparse.Namespace) -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng([args.seed, rank, round(1000 * args.begin)])
+    per_process = args.batch // world
     tokenizer, vq = build_tokenizer(), JanusVQVAE.from_pretrained(args.vq).eval()
     model = build_model(tokenizer, vq, args.width, args.layers, args.heads, args.ff)
-    save(model, tokenizer, args.out)
+    if args.init is not None:
+        model.load_state_dict(JanusForConditionalGeneration.from_pretrained(args.init).state_dict())
+    elif rank == 0:
+        save(model, tokenizer, args.out)
     args.log.mkdir(parents=True, exist_ok=True)
     fn = torch.compile(token_losses, dynamic=False) if args.compile else token_losses
     held = np.random.default_rng(args.seed + 1)
@@ -264,7 +292,7 @@ def train(args: argparse.Namespace) -> None:
     trained = [p for opt in opts for g in opt.param_groups for p in g["params"]]
     base = [opt.param_groups[0]["lr"] for opt in opts]
     step, losses, log, next_grid = 0, [], [], args.grid_minutes
-    while (done := (time.time() - began) / 60 / args.minutes) < 1 and step != args.steps:
+    while (done := share_of_run(began, args)) < 1 and step != args.steps:
         model.train()
         # By wall clock, so that the schedule ends in time on a busy machine: warm-up, plateau, linear decay.
         scale = min(1.0, (step + 1) / 40, (1 - done) / (1 - args.decay_from))
@@ -272,19 +300,21 @@ def train(args: argparse.Namespace) -> None:
             opt.param_groups[0]["lr"] = lr * scale
         texture = ramp(done, *args.calm)
         boost = 1 + (args.boost - 1) * (1 - ramp(done, *args.fade))
-        batch = make_batch(rng, vq, tokenizer, args.batch, calm=1 - texture)
-        drop = torch.from_numpy(rng.uniform(size=(args.batch, 1)) < 0.1)
+        batch = make_batch(rng, vq, tokenizer, per_process, calm=1 - texture)
+        drop = torch.from_numpy(rng.uniform(size=(per_process, 1)) < 0.1)
         ids = torch.where(drop, unconditional(tokenizer, batch.ids), batch.ids)
         nll = batch_losses(fn, model, batch, ids)
         weight = torch.where(batch.on_object, boost, 1.0)
         ((nll * weight).sum() / weight.sum()).backward()
+        if world > 1:
+            average_gradients(trained)
         nn.utils.clip_grad_norm_(trained, 1.0)
         for opt in opts:
             opt.step()
             opt.zero_grad(set_to_none=True)
         step, seen = step + 1, seen + args.batch
         losses.append(nll.mean().item())
-        if step % args.every == 0:
+        if step % args.every == 0 and rank == 0:
             minutes = (time.time() - began) / 60
             row = {"step": step, "minutes": round(minutes, 1), "train": round(float(np.mean(losses)), 4)}
             row |= {"texture": round(texture, 2), "boost": round(boost, 2)}
@@ -299,6 +329,8 @@ def train(args: argparse.Namespace) -> None:
                 save_grid(images, captions, args.log / f"step{step:05d}.png")
             log.append(row)
             print(json.dumps(row), flush=True)
+    if rank > 0:
+        return
     save(model, tokenizer, args.out)
     (args.log / "train.json").write_text(json.dumps({"images_seen": seen, "log": log}, indent=1))
 
@@ -310,6 +342,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the backbone")
     parser.add_argument("--log", type=Path, default=Path("runs/tiny"), help="for sample grids and the log")
     parser.add_argument("--minutes", type=float, default=80, help="length of the run")
+    parser.add_argument("--init", type=Path, help="continue from this folder's weights")
+    parser.add_argument("--begin", type=float, default=0.0, help="with --init: where in the schedule to begin")
     parser.add_argument("--steps", type=int, default=-1, help="stop earlier, after this many steps")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)

@@ -1,14 +1,23 @@
 """What every adapter must do, for a micro instance of each family; with controls that must fail."""
 
+import inspect
+from pathlib import Path
+
 import micro
 import micro_emu3
 import micro_lumina
 import pytest
 import torch
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 
+from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.distributions import Sampling
+from ssd_train.heads import Heads, HeadSpec
 from ssd_train.kv_cache import KVCache, Slots
 
 TEXTS = ["a dog", "two very long cats", "sun"]
@@ -20,7 +29,7 @@ WRONG = 1e-2
 def janus(**kwargs):
     made = micro.janus(**kwargs)
     with torch.no_grad():
-        for name, parameter in made.model.model.language_model.named_parameters():
+        for parameter in made.model.model.language_model.parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 2)  # or a norm of normed states would change nothing
         made.output.norm.weight.uniform_(0.5, 2)
@@ -198,6 +207,18 @@ def test_greedy_decoding_is_what_the_states_say(backbone, prompts):
     assert decoded.tokens.shape == (len(TEXTS), backbone.grid.height, backbone.grid.width)
 
 
+def test_rows_until_settled_are_greedy_decoding(backbone, prompts):
+    """Drafted blocks, repaired in place across end-of-line tokens, end where token by token ends."""
+    torch.manual_seed(0)
+    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=3, k_vertical=2))
+    rows = Rows(rounds=None, rows_per_block=2, chunk=3, first_row_rounds=None, until_settled=True)
+    sampling, seeds = Sampling(guidance=3.0, temperature=0), range(len(TEXTS))
+    drafted = Decoder(rows, HeadDrafter(), Strict()).bind(backbone, heads.double())(backbone, prompts, seeds, sampling)
+    stepwise = Decoder(Autoregressive()).bind(backbone)(backbone, prompts, seeds, sampling)
+    assert torch.equal(drafted.tokens, stepwise.tokens)
+    assert not drafted.trace.accepted[drafted.trace.drafted].all()  # or nothing was repaired
+
+
 def test_only_the_grid_s_tokens_are_fed(backbone, prompts):
     """End-of-line tokens are fed with the token before them: h*w passes, prompt included, whatever the grid."""
     decoded = Decoder(Autoregressive()).bind(backbone)(backbone, prompts, range(len(TEXTS)), Sampling())
@@ -222,3 +243,20 @@ def test_pixels_are_images(backbone, family, tmp_path):
     assert codes.shape == tokens.shape
     assert codes.dtype == torch.int64
     assert 0 <= codes.min() <= codes.max() < backbone.vocabulary
+
+
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+
+
+@pytest.mark.parametrize("stem, guidance, top_k", [
+    ("janus_pro_1b", 5, 0), ("janus_pro_7b", 5, 0), ("emu3", 3, 2048),
+    ("lumina", 4, 2000), ("lumina_512", 4, 2000), ("lumina_1024", 4, 2000),
+])  # fmt: skip
+def test_shipped_settings_fit_their_adapter(stem, guidance, top_k):
+    settings = OmegaConf.load(MODELS / f"{stem}.yaml")
+    assert settings.name == stem
+    assert Sampling(**settings.sampling) == Sampling(guidance=guidance, top_k=top_k)
+    target, _, load = settings.backbone.pop("_target_").rpartition(".")
+    adapter = get_class(target)
+    known = {*inspect.signature(getattr(adapter, load)).parameters, *inspect.signature(adapter).parameters}
+    assert {"name", "device", *settings.backbone} <= known

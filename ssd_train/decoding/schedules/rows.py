@@ -1,8 +1,7 @@
 """Spatially Speculative Decoding's schedule (arXiv 2606.20543): rows drafted at once, repaired in place."""
 
-from collections.abc import Iterator
-
 from ssd_train.decoding.parts import Schedule, Script, Step
+from ssd_train.decoding.schedules.chunks import chunks, verify
 from ssd_train.grid import Grid
 
 
@@ -63,39 +62,19 @@ class Rows(Schedule):
         )
 
     def script(self, grid: Grid) -> Script:
-        yield from self._first_row(grid)
+        yield from chunks(grid, 0, self.chunk, self.first_row_rounds, self.until_settled)
         for top in range(1, grid.height, self.rows_per_block):
             yield from self._block(grid, range(top, min(top + self.rows_per_block, grid.height)))
 
-    def _first_row(self, grid: Grid) -> Iterator[Step]:
-        """Chunks are [0, c], then c tokens each."""
-        start = 0
-        while start < grid.width:
-            stop = min(start + self.chunk + (start == 0), grid.width)
-            drafts = range(start + 1, stop)
-            if drafts:
-                yield Step(draft=[(position, start) for position in drafts])
-                yield from self._verify(range(start, stop - 1), drafts, self.first_row_rounds)
-            yield Step(feed=range(start, stop), judge=[stop] if stop < grid.size else [])
-            start = stop
-
-    def _block(self, grid: Grid, rows: range) -> Iterator[Step]:
+    def _block(self, grid: Grid, rows: range) -> Script:
         first, last = grid.row(rows[0]), grid.row(rows[-1])
         drafts = range(first.start + 1, last.stop)
         above = grid.row(rows[0] - 1).start
         if drafts:
             yield Step(draft=[(position, above + position % grid.width) for position in drafts])
-            yield from self._verify(range(first.start, last.stop - 1), drafts, self.rounds)
+            yield from verify(range(first.start, last.stop - 1), drafts, self.rounds, self.until_settled)
         for row in rows:
             positions = grid.row(row)
             if row > rows[0] and len(positions) > 1:
-                yield from self._verify(positions[:-1], positions[1:], self.staged_rounds)
+                yield from verify(positions[:-1], positions[1:], self.staged_rounds, self.until_settled)
             yield Step(feed=positions, judge=[positions.stop] if positions.stop < grid.size else [])
-
-    def _verify(self, feed: range, judge: range, rounds: int | None) -> Iterator[Step]:
-        done = 0
-        while rounds is None or done < rounds:
-            outcome = yield Step(feed=feed, judge=judge)
-            done += 1
-            if self.until_settled and all(outcome.accepted):
-                return

@@ -1,0 +1,44 @@
+"""LANTERN's latent-neighbourhood rule (arXiv 2410.03355)."""
+
+import torch
+from torch import Tensor
+
+from ssd_train.decoding.parts import Rule
+from ssd_train.distributions import residual
+
+
+class LatentNeighbourhood(Rule):
+    """p(t) is replaced by p(t) plus the probability of its nearest neighbours by embedding, nearest first, as many of
+    ``k`` as keep the added mass within ``delta`` (with ``relative``: within (delta - 1) p(t)); a rejected draft is
+    re-drawn with these neighbours' p set to 0. Published: k = 1000, delta = 0.1, or k = 10, delta = 5 relative."""
+
+    def __init__(self, k: int = 1000, delta: float = 0.1, relative: bool = False):
+        if k < 0:
+            raise ValueError(f"k is {k}; expected >= 0")
+        if delta < (1 if relative else 0):
+            raise ValueError(f"delta is {delta}; expected at least {1 if relative else 0}")
+        self.k, self.delta, self.relative = k, delta, relative
+        self.neighbours: Tensor | None = None
+
+    def bind(self, backbone) -> "LatentNeighbourhood":
+        """Ranks all pairs of embeddings once: [V, k] int64."""
+        embedding = backbone.output.embedding.float()
+        k = min(self.k, len(embedding) - 1)
+        rows = []
+        for chunk in embedding.split(1024):
+            distance = torch.cdist(chunk, embedding)
+            rows.append(distance.argsort(-1)[:, : k + 1])
+        ranked = torch.cat(rows)
+        # A duplicate embedding may rank before the token itself.
+        itself = torch.arange(len(embedding), device=ranked.device)[:, None]
+        self.neighbours = ranked[ranked != itself].view(len(embedding), -1)[:, :k] if k else ranked[:, :0]
+        return self
+
+    def __call__(self, p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        near = self.neighbours[draft]
+        p_near, p_draft = p.gather(1, near), p.gather(1, draft[:, None])
+        limit = (self.delta - 1) * p_draft if self.relative else self.delta
+        within = p_near.cumsum(-1) <= limit
+        accept = (p_draft.squeeze(1) + (p_near * within).sum(-1)) / q.gather(1, draft[:, None]).squeeze(1)
+        kept = p.scatter(1, near, torch.where(within, 0, p_near))
+        return accept, residual(kept, q)
