@@ -25,7 +25,7 @@ class Grouped(Strict):
 
     def __call__(self, p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
         _, weight = super().__call__(p, q, draft)
-        order = p.sort(-1, descending=True, stable=True).indices
+        order = p.sort(dim=-1, descending=True, stable=True).indices
         rank = (order == draft[:, None]).int().argmax(-1, keepdim=True)
         around = torch.arange(self.size + 1, device=p.device) - self.size // 2
         # At an end of the ranking the window is shifted, not cut, so that it always holds ``size`` others.
