@@ -5,7 +5,11 @@ import sys
 import warnings
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ssd_train import config
 
@@ -22,12 +26,17 @@ def main(cfg: config.Config) -> float | None:
 
     for pattern in ".*does not have many workers.*", ".*exists and is not empty.*", ".*LeafSpec.*":
         warnings.filterwarnings("ignore", message=pattern)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        cfg.output = HydraConfig.get().runtime.output_dir
     try:
         config.check(cfg)
         run = Run(cfg)
-        results = {stage.name: STAGES[stage.name](run) for stage in cfg.stages}
-    except (ValueError, OSError, RuntimeError) as error:
+        stages = {stage.name: STAGES[stage.name] for stage in cfg.stages}
+        for stage in stages.values():
+            stage.check(run)
+        results = {name: stage.run(run) for name, stage in stages.items()}
+    except (ValueError, OSError, RuntimeError, HydraException, OmegaConfBaseException) as error:
         # Our own errors say what to do; a traceback would bury that. hydra.verbose=true shows it.
         if logging.getLogger().isEnabledFor(logging.DEBUG) or not str(error):
             raise
@@ -36,4 +45,8 @@ def main(cfg: config.Config) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main() and 0)
+    try:
+        config.explain_typos(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"{error}")
+    main()

@@ -6,7 +6,9 @@ Nodes we own are dataclasses, so a typo fails when the configuration is composed
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,26 @@ def data_dir() -> Path:
     return _packaged("data")
 
 
+def explain_typos(overrides: Sequence[str]) -> None:
+    """Raises ValueError for a command-line override of a setting that the schema does not have, with those that it
+    has: Hydra's own message does not list them."""
+    groups = {"hydra", *(path.name for path in conf_dir().iterdir() if path.is_dir())}
+    for override in overrides:
+        key, equals, _ = override.lstrip("+~").partition("=")
+        parts = key.split(".")
+        if not equals or not all(part.isidentifier() for part in parts) or parts[0] in groups - {"head"}:
+            continue
+        node = OmegaConf.structured(Config)
+        for i, part in enumerate(parts):
+            if not isinstance(node, DictConfig) or not is_dataclass(OmegaConf.get_type(node)):
+                break  # pluggable: its target knows
+            if part not in node:
+                near = "".join(f"did you mean {name}? " for name in get_close_matches(part, node, 1))
+                where = ".".join(parts[:i]) or "the configuration"
+                raise ValueError(f"{override}: {where} has no setting {part}; {near}There are {', '.join(node)}.")
+            node = node._get_node(part)
+
+
 def choices(group: str) -> list[str]:
     """The yamls of a config group."""
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
@@ -153,31 +175,54 @@ def fingerprint(*nodes: Any) -> str:
     return hashlib.sha256(json.dumps([plain(n) for n in nodes], sort_keys=True).encode()).hexdigest()[:16]
 
 
+LEAST = {
+    "cache.samples": 1,
+    "cache.shard_size": 1,
+    "cache.batch_size": 1,
+    "train.batch_size": 1,
+    "train.workers": 0,
+    "train.shuffle_buffer": 0,
+    "train.gradient_clip": 0,
+    "train.validate_every": 1,
+    "train.validation_samples": 1,
+    "train.checkpoint_every": 1,
+    "decode.prompts": 1,
+    "decode.batch_size": 1,
+    "decode.timed_images": 1,
+    "decode.pictures": 0,
+    "head.k_horizontal": 0,
+    "head.k_vertical": 0,
+    "head.hidden": 1,
+    "head.warmup_steps": 0,
+    "head.weight_decay": 0,
+    "head.loss.smooth_l1": 0,
+    "head.loss.total_variation": 0,
+    "head.loss.kl": 0,
+    "threads": 1,
+}
+
+
 def check(cfg: Config) -> None:
-    """Everything that can be known to be wrong before expensive work. Raises ValueError with the value and the mend."""
-    expect = {
-        "cache.samples": (cfg.cache.samples, 1),
-        "cache.shard_size": (cfg.cache.shard_size, 1),
-        "cache.batch_size": (cfg.cache.batch_size, 1),
-        "train.batch_size": (cfg.train.batch_size, 1),
-        "train.workers": (cfg.train.workers, 0),
-        "train.validation_samples": (cfg.train.validation_samples, 1),
-        "decode.prompts": (cfg.decode.prompts, 1),
-        "decode.batch_size": (cfg.decode.batch_size, 1),
-        "decode.timed_images": (cfg.decode.timed_images, 0),
-        "head.k_horizontal": (cfg.head.k_horizontal, 0),
-        "head.k_vertical": (cfg.head.k_vertical, 0),
-    }
-    for name, (value, least) in expect.items():
-        if value < least:
+    """What is wrong whatever the model. Raises ValueError with the value and the mend."""
+    for name, least in LEAST.items():
+        value = OmegaConf.select(cfg, name)
+        if value is not None and value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}")
+    if not cfg.stages:
+        raise ValueError(f"stages is empty; expected some of {[stage.name for stage in Stage]}")
+    if cfg.head.k_horizontal + cfg.head.k_vertical == 0:
+        raise ValueError("head.k_horizontal and head.k_vertical are both 0; expected at least one head")
     if not 0 <= cfg.head.condition_drop <= 1:
         raise ValueError(f"head.condition_drop is {cfg.head.condition_drop}; expected a share between 0 and 1")
     if not 0 < cfg.head.min_lr <= cfg.head.lr:
         raise ValueError(f"head.min_lr={cfg.head.min_lr}, head.lr={cfg.head.lr}; expected 0 < min_lr <= lr")
+    if len(cfg.head.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.head.betas):
+        raise ValueError(f"head.betas is {cfg.head.betas}; expected two numbers in [0, 1)")
+    if cfg.head.ema is not None and not 0 < cfg.head.ema < 1:
+        raise ValueError(f"head.ema is {cfg.head.ema}; expected a decay between 0 and 1, or null for none")
     if cfg.train.epochs <= 0:
         raise ValueError(f"train.epochs is {cfg.train.epochs}; expected more than 0")
-    if not sum(vars_of(cfg.head.loss).values()) > 0:
+    if not any(cfg.head.loss.values()):
         raise ValueError("every weight in head.loss is 0; expected at least one above 0")
     for variation in cfg.decode.vary:
         if variation.split(".")[0] not in cfg.decoder or "=" not in variation:
@@ -188,15 +233,14 @@ def check(cfg: Config) -> None:
     device(cfg)
 
 
-def vars_of(node: Any) -> dict:
-    return dict(node.items()) if isinstance(node, DictConfig) else vars(node)
-
-
 def device(cfg: Config) -> torch.device:
     """The configured device. Raises ValueError if it is not there."""
     if cfg.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = torch.device(cfg.device)
+    try:
+        wanted = torch.device(cfg.device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {cfg.device!r}; expected auto, cpu, cuda or cuda:<number>") from error
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device={cfg.device}, but torch {torch.__version__} finds no CUDA device; use device=cpu or device=auto"

@@ -1,7 +1,8 @@
 """Shards -> batches, in an order that is a function of (seed, rank, worker) and can be entered anywhere."""
 
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
@@ -27,17 +28,22 @@ def collate(samples: list[Sample]) -> Batch:
     }
 
 
-def read(paths: list[Path], split: Split, shuffle: int = 0, rng: Random | None = None) -> Iterator[Sample]:
-    """Samples of one split from shards, read sequentially, through a shuffle buffer of undecoded samples."""
-    files = wds.tariterators.tarfile_samples(
-        ({"url": str(path)} for path in paths), handler=partial(_refuse), select_files=None
-    )
-    if shuffle:
-        files = wds.filters._shuffle(files, bufsize=shuffle, initial=shuffle, rng=rng)
-    for raw in files:
-        sample = decode_sample(raw)
-        if split_of(sample.prompt) is split:
-            yield sample
+@dataclass(frozen=True)
+class Shards:
+    """The samples of a run: those in these shards up to prompt ``last``. A longer run may have made more."""
+
+    paths: list[Path]
+    last: int
+
+    def read(self, split: Split, shuffle: int = 0, rng: Random | None = None) -> Iterator[Sample]:
+        """Samples of one split, read sequentially, through a shuffle buffer of undecoded samples."""
+        files = wds.tariterators.tarfile_samples(({"url": str(path)} for path in self.paths), handler=_refuse)
+        if shuffle:
+            files = wds.shuffle(shuffle, initial=shuffle, rng=rng)(files)
+        for raw in files:
+            sample = decode_sample(raw)
+            if sample.index <= self.last and split_of(sample.prompt) is split:
+                yield sample
 
 
 def _refuse(error: Exception) -> bool:
@@ -51,8 +57,8 @@ class TrainingStream(IterableDataset):
     ``first_batch`` enters the stream where an interrupted run left it: earlier batches are read and skipped.
     """
 
-    def __init__(self, paths: list[Path], batch_size: int, shuffle: int, seed: int, rank: int = 0, world: int = 1):
-        self.paths, self.batch_size, self.shuffle, self.seed = paths, batch_size, shuffle, seed
+    def __init__(self, shards: Shards, batch_size: int, shuffle: int, seed: int, rank: int = 0, world: int = 1):
+        self.shards, self.batch_size, self.shuffle, self.seed = shards, batch_size, shuffle, seed
         self.rank, self.world = rank, world
         self.first_batch = 0
 
@@ -68,12 +74,13 @@ class TrainingStream(IterableDataset):
             yield collate(samples)
 
     def _epoch(self, epoch: int, worker: int, workers: int) -> Iterator[Sample]:
-        order = list(self.paths)
+        order = list(self.shards.paths)
         Random(f"{self.seed}/{epoch}").shuffle(order)
         share = order[self.rank * workers + worker :: self.world * workers]
         if not share:  # more readers than shards: this one reads them all, in an order of its own
             share = order
-        return read(share, Split.TRAIN, self.shuffle, Random(f"{self.seed}/{epoch}/{self.rank}/{worker}"))
+        rng = Random(f"{self.seed}/{epoch}/{self.rank}/{worker}")
+        return replace(self.shards, paths=share).read(Split.TRAIN, self.shuffle, rng)
 
 
 class HeadDataModule(L.LightningDataModule):
@@ -83,39 +90,40 @@ class HeadDataModule(L.LightningDataModule):
                  validation_samples: int):  # fmt: skip
         super().__init__()
         cache = ShardCache(cache_dir)
-        self.manifest = cache.manifest()
-        shards = range(-(-samples // self.manifest["shard_size"]))
-        entries = [cache.entry(i) for i in shards]
-        missing = [i for i, entry in enumerate(entries) if entry is None]
+        size = cache.manifest()["shard_size"]
+        wanted = {i: min(size, samples - i * size) for i in range(-(-samples // size))}
+        entries = {i: cache.entry(i) for i in wanted}
+        missing = [i for i, entry in entries.items() if entry is None or len(entry.samples) < wanted[i]]
         if missing:
-            raise CacheError(f"{cache_dir} lacks shards {missing[:8]} of {len(shards)}; run the cache stage first")
-        self.paths = [cache.path(i) for i in shards]
-        self.counts = {split: sum(entry.splits.count(split) for entry in entries) for split in Split}
+            raise CacheError(f"{cache_dir} lacks shards {missing[:8]} of {len(wanted)}; run the cache stage first")
+        described = [sample for i, entry in entries.items() for sample in entry.samples[: wanted[i]]]
+        self.shards = Shards([cache.path(i) for i in wanted], last=described[-1][0])
+        self.counts = Counter(split for _, _, split in described)
         for split in Split.TRAIN, Split.VALIDATION:
             if not self.counts[split]:
-                raise CacheError(f"none of the {samples} samples in {cache_dir} is in the {split} split; raise cache.samples")
+                raise CacheError(f"none of the {samples} samples in {cache_dir} is a {split} one; raise cache.samples")
         self.batch_size, self.shuffle, self.workers, self.seed = batch_size, shuffle, workers, seed
         self.validation_samples = min(validation_samples, self.counts[Split.VALIDATION])
 
-    def steps(self, epochs: float, world: int = 1) -> int:
-        return max(1, round(epochs * self.counts[Split.TRAIN] / (self.batch_size * world)))
+    def steps(self, epochs: float, batches_a_step: int = 1) -> int:
+        return max(1, round(epochs * self.counts[Split.TRAIN] / (self.batch_size * batches_a_step)))
 
     def scales(self, embedding: Tensor) -> tuple[float, float]:
         """Standard deviations of the states and of the embeddings of the tokens, over the first samples."""
-        samples = list(islice(read(self.paths, Split.TRAIN), 32))
+        samples = list(islice(self.shards.read(Split.TRAIN), 32))
         hidden = torch.cat([s.hidden.flatten() for s in samples])
         embedded = embedding[torch.cat([s.tokens.flatten() for s in samples]).to(embedding.device)].float()
         return float(hidden.std()), float(embedded.std())
 
     def train_dataloader(self) -> DataLoader:
         stream = TrainingStream(
-            self.paths, self.batch_size, self.shuffle, self.seed, self.trainer.global_rank, self.trainer.world_size
+            self.shards, self.batch_size, self.shuffle, self.seed, self.trainer.global_rank, self.trainer.world_size
         )
-        stream.first_batch = self.trainer.global_step
+        stream.first_batch = self.trainer.global_step * self.trainer.accumulate_grad_batches
         return DataLoader(stream, batch_size=None, num_workers=self.workers)
 
     def val_dataloader(self) -> DataLoader:
         """Kept in memory: a few dozen samples, read once."""
-        samples = list(islice(read(self.paths, Split.VALIDATION), self.validation_samples))
+        samples = list(islice(self.shards.read(Split.VALIDATION), self.validation_samples))
         batches = [collate(samples[i : i + self.batch_size]) for i in range(0, len(samples), self.batch_size)]
         return DataLoader(batches, batch_size=None)

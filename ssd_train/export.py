@@ -75,7 +75,12 @@ def read_config(directory: str | Path) -> dict:
     path = Path(directory) / "config.json"
     if not path.exists():
         raise HeadsError(f"{directory} holds no exported heads (no config.json); run the train and export stages first")
-    return json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+        HeadSpec(**config["heads"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise HeadsError(f"{path} does not describe heads that this version knows: {error!r}") from error
+    return config
 
 
 def load_heads(directory: str | Path, backbone: Backbone) -> Heads:
@@ -97,10 +102,7 @@ def load_heads(directory: str | Path, backbone: Backbone) -> Heads:
                 f"the heads in {directory} were trained for {key} {found[key]} (backbone {config.get('backbone')}), "
                 f"but {backbone.name} has {value}"
             )
-    try:
-        heads = Heads(HeadSpec(**config["heads"]))
-    except TypeError as error:
-        raise HeadsError(f"{directory}/config.json does not describe heads that this version knows: {error}") from error
+    heads = Heads(HeadSpec(**config["heads"]))
     try:
         tensors = safetensors.torch.load_file(directory / "model.safetensors")
     except (OSError, safetensors.SafetensorError) as error:

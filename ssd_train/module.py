@@ -1,5 +1,6 @@
 """The Lightning module: calls losses.py and heads.py, logs, and sets up the optimiser."""
 
+import copy
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ssd_train import losses
 from ssd_train.backbones.base import OutputLayers
 from ssd_train.datamodule import Batch
-from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
+from ssd_train.distributions import Sampling, acceptance_rate, guide, guided_probabilities
 from ssd_train.draws import uniform
 from ssd_train.grid import Grid
 from ssd_train.heads import Direction, Heads, name, pairs
@@ -24,7 +25,8 @@ class HeadModule(L.LightningModule):
         """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule."""
         super().__init__()
         self.heads = heads
-        self._frozen = [output.float().requires_grad_(False)]  # in a list: not a sub-module, not in checkpoints
+        # A copy: the backbone keeps its dtype. In a list: not a sub-module, not in checkpoints.
+        self._frozen = [copy.deepcopy(output).float().requires_grad_(False)]
         self.grid, self.sampling, self.settings, self.steps, self.seed = grid, sampling, settings, steps, seed
 
     @property
@@ -55,7 +57,7 @@ class HeadModule(L.LightningModule):
 
     def losses(self, batch: Batch, direction: Direction, offset: int) -> dict[str, Tensor]:
         """The unweighted terms in use for one head: scalars by name."""
-        tokens, hidden = batch["tokens"], batch["hidden"]
+        tokens = batch["tokens"]
         spec, weights = self.heads.spec, self.settings.loss
         _, target_tokens = pairs(tokens[..., None], self.grid, direction, offset)
         if spec.space == "token":
@@ -89,12 +91,13 @@ class HeadModule(L.LightningModule):
         return self.heads.inputs(source, self.output.embed(source_tokens[..., 0])), target
 
     def _guided(self, batch: Batch, direction: Direction, offset: int) -> tuple[Tensor, Tensor]:
-        """(p, draft logits), both guided, [B, h', w', V]."""
+        """(p, draft logits), both guided and at the sampling temperature, [B, h', w', V]. The drafts' own top-k and
+        top-p are left out: cut-off tokens would have no gradient."""
         hidden = batch["hidden"].transpose(0, 1)
         z, target = self._rectangles(hidden, batch["tokens"].expand(2, -1, -1, -1), direction, offset)
         p = guided_probabilities(self.output.readout(target), self.sampling)
-        conditional, unconditional = self.heads.logits(direction, offset, z, self.output.readout)
-        return p, unconditional + self.sampling.guidance * (conditional - unconditional)
+        logits = guide(self.heads.logits(direction, offset, z, self.output.readout), self.sampling.guidance)
+        return p, logits / (self.sampling.temperature or 1)
 
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

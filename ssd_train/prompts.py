@@ -53,8 +53,9 @@ def take(source: PromptSource, splits: Collection[Split], count: int, scan: int 
 class DatasetPrompts:
     """Any text file, JSONL file or ``datasets`` source.
 
-    A path that ends in .txt holds one prompt a line; .json or .jsonl one object a line; anything else is given to
-    ``datasets.load_dataset``. ``image_column`` is needed for cache.source=images.
+    A path that ends in .txt holds one prompt a line (blank ones are left out); .json or .jsonl one object a line;
+    anything else is given to ``datasets.load_dataset``. ``image_column``, images or paths of image files, is needed for
+    cache.source=images.
     """
 
     def __init__(self, path: str, column: str = "text", image_column: str | None = None, split: str = "train"):
@@ -64,20 +65,28 @@ class DatasetPrompts:
         return f"DatasetPrompts({self.path!r})"
 
     def __iter__(self) -> Iterator[Prompt]:
-        from datasets import load_dataset
+        from datasets import Image, load_dataset
 
         if self.path.endswith(".txt"):
             rows = load_dataset("text", data_files=self.path, split="train")
+            rows = rows.filter(lambda row: row["text"].strip())
         elif self.path.endswith((".json", ".jsonl")):
             rows = load_dataset("json", data_files=self.path, split="train")
         else:
             rows = load_dataset(self.path, split=self.split)
         missing = {self.column, self.image_column or self.column} - set(rows.column_names)
         if missing:
-            raise ValueError(f"{self.path} has columns {rows.column_names}, not {sorted(missing)}; set prompts.column")
-        texts = rows.select_columns([self.column])
-        for index, row in enumerate(texts):
-            yield Prompt(index, row[self.column], self._loader(rows, index) if self.image_column else None)
+            raise ValueError(
+                f"{self.path} has columns {rows.column_names}, not {sorted(missing)}; set model.prompts.column or "
+                "model.prompts.image_column"
+            )
+        if self.image_column:
+            rows = rows.cast_column(self.image_column, Image())
+        for index, row in enumerate(rows.select_columns([self.column])):
+            text = row[self.column]
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"{self.path}: row {index} has {text!r} in column {self.column!r}; expected a prompt")
+            yield Prompt(index, text, self._loader(rows, index) if self.image_column else None)
 
     def _loader(self, rows, index: int) -> Callable[[], np.ndarray]:
         return lambda: np.asarray(rows[index][self.image_column].convert("RGB"))

@@ -24,6 +24,7 @@ class Run:
         self.cfg = cfg
         self.output = Path(cfg.output)
         self.device = config.device(cfg)
+        self.sampling = Sampling(**OmegaConf.to_container(cfg.model.sampling, resolve=True))
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
 
@@ -40,10 +41,6 @@ class Run:
         )  # fmt: skip
         return backbone
 
-    @cached_property
-    def sampling(self) -> Sampling:
-        return Sampling(**OmegaConf.to_container(self.cfg.model.sampling, resolve=True))
-
     def prompts(self, splits: list[Split], count: int) -> list[Prompt]:
         return take(instantiate(self.cfg.model.prompts), splits, count)
 
@@ -52,8 +49,9 @@ class Run:
     @cached_property
     def cache_fingerprint(self) -> str:
         """Of everything that decides what is in a cache, but for how many samples there are."""
+        model = (self.cfg.model[key] for key in ("name", "backbone", "sampling", "prompts"))
         cache = {k: str(v) for k, v in self.cfg.cache.items() if k not in ("dir", "samples", "verify")}
-        return config.fingerprint(self.cfg.model, cache, self.cfg.seed)
+        return config.fingerprint(*model, cache, self.cfg.seed)
 
     @property
     def cache_dir(self) -> Path:
@@ -62,8 +60,8 @@ class Run:
         return Path("runs/cache") / f"{self.cfg.model.name}-{self.cache_fingerprint}"
 
     @property
-    def checkpoint_dir(self) -> Path:
-        return self.output / "checkpoints"
+    def checkpoint(self) -> Path:
+        return self.output / "checkpoints" / "last.ckpt"
 
     @property
     def heads_dir(self) -> Path:
@@ -71,8 +69,9 @@ class Run:
 
     @cached_property
     def train_fingerprint(self) -> str:
-        """Of everything that decides what a training run ends with."""
-        train = {k: str(v) for k, v in self.cfg.train.items() if k not in ("workers", "checkpoint_every")}
+        """Of everything that decides what a training run ends with (the number of workers decides the order of
+        samples)."""
+        train = {k: str(v) for k, v in self.cfg.train.items() if k not in ("validate_every", "checkpoint_every")}
         return config.fingerprint(self.cache_fingerprint, self.cfg.cache.samples, self.cfg.head, train)
 
     def write_json(self, name: str, content: dict) -> None:

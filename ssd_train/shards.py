@@ -3,19 +3,22 @@
     manifest.json      what every sample was made with; pinned, compared by name
     00012.tar          <key>.safetensors + <key>.json a sample, a fixed range of samples a shard
     00012.json         the shard's entry, written last: without it, or if the file differs from it, there is no shard
+    claims.lock        empty; a process locks a byte of it for as long as it makes a shard
 
 A shard is the unit of work, of resumption and of repair. Its bytes depend on nothing but the manifest and its prompts.
 L image tokens, d width; stream 0 is conditional, 1 unconditional.
 """
 
 import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -57,12 +60,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    first: int
-    count: int
+    """``samples`` holds (index, hash of the prompt, split) of each, so that comparing and counting need no tar."""
+
     bytes: int
     sha256: str
-    prompts: str  # hash of (index, prompt) pairs
-    splits: list[str]  # which split each sample belongs to, so that counting needs no tar
+    samples: list[list]
 
 
 # -- states on disk -----------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class ShardCache:
         """Writes a shard so that it is there whole or not at all. A full disk raises CacheError; nothing is left."""
         samples = list(samples)
         path = self.path(shard)
-        temporary = path.with_suffix(f".tmp-{os.getpid()}")
+        temporary = path.with_suffix(".tmp")
         try:
             with temporary.open("wb") as file:
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
@@ -160,14 +162,7 @@ class ShardCache:
                 file.flush()
                 os.fsync(file.fileno())
             size, digest = temporary.stat().st_size, _sha256(temporary)
-            entry = ShardEntry(
-                first=samples[0].index,
-                count=len(samples),
-                bytes=size,
-                sha256=digest,
-                prompts=prompts_hash((s.index, s.prompt) for s in samples),
-                splits=[split_of(s.prompt) for s in samples],
-            )
+            entry = ShardEntry(size, digest, [describe(s.index, s.prompt) for s in samples])
             temporary.replace(path)
             write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry), sort_keys=True).encode())
         except OSError as error:
@@ -192,13 +187,25 @@ class ShardCache:
             return None
         return entry if whole else None
 
-    def shards(self) -> list[int]:
-        """Shards that have an entry, in order."""
-        return sorted(int(path.stem) for path in self.directory.glob("[0-9]" * 5 + ".json"))
+    @contextmanager
+    def claim(self, shard: int | None, wait: bool = True) -> Iterator[bool]:
+        """Yields whether this process alone may make the shard (None: the manifest) until the context ends. What
+        another process has claimed is waited for, or with ``wait`` false not had. A claim ends with its process,
+        however that ends."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        byte = 0 if shard is None else shard + 1
+        with (self.directory / "claims.lock").open("a") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+            except (BlockingIOError, PermissionError):
+                yield False
+            else:
+                yield True
 
 
-def prompts_hash(prompts: Iterable[tuple[int, str]]) -> str:
-    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+def describe(index: int, prompt: str) -> list:
+    """What a shard's entry says about a sample."""
+    return [index, hashlib.sha256(prompt.encode()).hexdigest()[:16], str(split_of(prompt))]
 
 
 def _sha256(path: Path) -> str:

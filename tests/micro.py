@@ -53,8 +53,13 @@ def janus_model(vocabulary=5, grid=(2, 3), width=16, layers=2, seed=0, scale=8.0
     model = JanusForConditionalGeneration(janus_config(vocabulary, grid, width, layers)).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "vqmodel" not in name:
+            if "vqmodel" in name:
+                continue
+            if parameter.ndim > 1:
                 parameter.mul_(scale)
+            elif "norm" in name:
+                # All ones would make RMSNorm idempotent, and states after the norm look as good as those before it.
+                parameter.uniform_(0.5, 2)
     return model
 
 

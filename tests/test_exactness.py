@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ssd_train.backbones.base import PromptBatch
+from ssd_train.decoding.drafters.early_exit import EarlyExit
 from ssd_train.decoding.drafters.guess import Copy, Random
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
@@ -91,6 +92,8 @@ EXACT = {
     ),
     "mtp": lambda: Decoder(Prefix(length=2, within_row=True), HeadDrafter(), Strict()),
     "mtp, chunks repaired to the end": lambda: Decoder(Chunks(length=2, rounds=2), HeadDrafter(), Strict()),
+    "eagle": lambda: Decoder(Prefix(length=2, source="left", within_row=True), HeadDrafter(chain=True), Strict()),
+    "speculative, self-draft": lambda: Decoder(Prefix(length=3, source="left"), EarlyExit(1), Strict()),
     "sjd": lambda: Decoder(JacobiWindow(length=4), Random(), Strict()),
     "sjd, copied drafts": lambda: Decoder(JacobiWindow(length=4, source="above"), Copy(), Strict()),
     "sjd, coupled": lambda: Decoder(JacobiWindow(length=4, coupled=True), Random(), Strict()),

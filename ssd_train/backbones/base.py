@@ -108,7 +108,8 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def reference_logits(self, prompts: PromptBatch, tokens: Tensor) -> Tensor:
         """The transformers class's own image logits [R, L, V], from one uncached forward pass of the intact model
-        over prompt and tokens [B, L]. The yardstick for :meth:`readout`; call it inside :meth:`intact`."""
+        over prompt and tokens [B, L], which may be the first L of an image. The yardstick for :meth:`readout`; call
+        it inside :meth:`intact`."""
 
     # -- the same for every family ------------------------------------------------------------------------------
 
@@ -148,22 +149,28 @@ class Backbone(nn.Module, ABC):
         layers = self.decoder.config.num_hidden_layers
         return KVCache(padding, length, length + self.grid.sequence_length, layers)
 
-    def forward(self, embedded: Tensor, slots: Slots, cache: KVCache) -> Tensor:
+    def forward(self, embedded: Tensor, slots: Slots, cache: KVCache, layers: int | None = None) -> Tensor:
         """One pass over a block: embeddings [R, n, d] written at ``slots`` -> states H [R, n, d] before the final norm.
 
-        The state at a slot predicts the token of the next one.
+        The state at a slot predicts the token of the next one. With ``layers``, the first so many layers only.
         """
         mask = cache.begin(slots)
         if self.decoder.config._attn_implementation == "eager":
             # transformers' eager attention adds its mask: a bool one would be silently wrong
             mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
-        return self.decoder(
-            inputs_embeds=embedded,
-            attention_mask=mask,
-            position_ids=cache.positions(),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        stack = self.decoder.layers
+        if layers is not None:
+            self.decoder.layers = stack[:layers]
+        try:
+            return self.decoder(
+                inputs_embeds=embedded,
+                attention_mask=mask,
+                position_ids=cache.positions(),
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+        finally:
+            self.decoder.layers = stack
 
     def prefill(self, prompts: PromptBatch, cache: KVCache) -> Tensor:
         """Feeds the prompts; returns H[0], the state [R, d] that predicts image token 0."""

@@ -4,14 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    JanusForConditionalGeneration,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
 
 from ssd_train.backbones.base import Backbone, PromptBatch
+from ssd_train.backbones.checkpoints import require_complete
 from ssd_train.grid import Grid
 
 PROMPT = "<|User|>: {text}\n\n<|Assistant|>:"
@@ -27,10 +23,10 @@ class Janus(Backbone):
     def __init__(
         self,
         model: JanusForConditionalGeneration,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerFast | None,
         generation: GenerationConfig,
         name: str = "janus",
-        grid: tuple[int, int] | None = None,
+        grid: Sequence[int] | None = None,
         prompt: str = PROMPT,
     ):
         """``grid`` (height, width) defaults to the square one that the checkpoint was made for."""
@@ -57,11 +53,13 @@ class Janus(Backbone):
     def load(
         cls,
         checkpoint: str,
+        name: str = "janus",
+        grid: Sequence[int] | None = None,
+        prompt: str = PROMPT,
         dtype: str = "bfloat16",
         device: str = "cpu",
         revision: str | None = None,
         attention: str = "sdpa",
-        **kwargs,
     ) -> "Janus":
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
         model, report = JanusForConditionalGeneration.from_pretrained(
@@ -70,13 +68,13 @@ class Janus(Backbone):
             revision=revision,
             attn_implementation=attention,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported by name, below
         )
-        wrong = {key: sorted(report[key]) for key in ("missing_keys", "unexpected_keys") if report[key]}
-        if wrong:
-            raise ValueError(f"{checkpoint} is not a complete Janus checkpoint: {wrong}")
+        require_complete(report, checkpoint, "Janus")
         generation = GenerationConfig.from_pretrained(checkpoint, revision=revision)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, revision=revision)
-        return cls(model.to(device), tokenizer, generation, **kwargs)
+        # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint, revision=revision)
+        return cls(model.to(device), tokenizer, generation, name, grid, prompt)
 
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional, unconditional = [], []

@@ -51,7 +51,7 @@ class SharedVocabulary(Backbone):
         self.register_buffer("ids", torch.cat([ids, ids.new_tensor([end_of_line])]), persistent=False)  # [V + 1]
 
     def reference_logits(self, prompts: PromptBatch, tokens: Tensor) -> Tensor:
-        """[R, L, V], also for the first L tokens only. The whole vocabulary's logits are made on the way."""
+        """[R, L, V], also for the first L tokens only."""
         _, position, predicts = self.grid.feed_plan(range(tokens.shape[1] - 1))
         fed = torch.cat([tokens, tokens.new_full((len(tokens), 1), -1)], 1)[:, position]
         ids = torch.cat([prompts.ids.flatten(0, 1).to(self.device), self.ids[fed].repeat(2, 1)], 1)
@@ -66,7 +66,8 @@ class SharedVocabulary(Backbone):
             use_cache=False,
         ).last_hidden_state
         keep = [length - 1, *(length + i for i, predicted in enumerate(predicts) if predicted >= 0)]
-        return self.model.lm_head(hidden[:, keep])[..., self.ids[:-1]]
+        # Row by row, because the whole vocabulary's logits are large.
+        return torch.stack([self.model.lm_head(row)[..., self.ids[:-1]] for row in hidden[:, keep]])
 
     def normalised(self, images: Tensor, pixels_a_token: int, dtype: torch.dtype) -> Tensor:
         """Images [B, H, W, 3] uint8 -> [B, 3, H, W] in [-1, 1]. Raises ValueError if the grid is for another size."""

@@ -161,11 +161,17 @@ class State:
         return [Outcome(accepted, bounds[b], bounds[b + 1]) for b in range(len(steps))]
 
     def _draft(self, drafts: list[Sequence[tuple[int, int]]]) -> None:
+        if not self.decoder.drafter.sequential:
+            return self._draft_at_once(drafts)
+        for i in range(max(map(len, drafts))):
+            self._draft_at_once([sample[i : i + 1] for sample in drafts])
+
+    def _draft_at_once(self, drafts: list[Sequence[tuple[int, int]]]) -> None:
         items = self._items([[position for position, _ in sample] for sample in drafts])
         source = self._items([[source for _, source in sample] for sample in drafts])
         pairs = zip(source.host_position.tolist(), items.host_position.tolist(), strict=True)
         offset = [self.grid.offset(*pair) for pair in pairs]
-        q = self.decoder.drafter.propose(self, items, source.position, offset)
+        q = self.decoder.drafter.propose(self, items, source, offset)
         at = (items.sample, items.position)
         self.tokens[at] = sample(q, self._draw(items)[:, Purpose.DRAFT])
         self.q[items.sample, items.position % self.window] = q
@@ -175,40 +181,49 @@ class State:
         self._offset[host] = offset
 
     def _feed(self, positions: list[Sequence[int]]) -> None:
-        plans = [self.grid.feed_plan(sample) for sample in positions]
         for b in range(self.batch):
             self._trace.passes[b] += bool(positions[b if len(positions) > 1 else 0])
-        longest = max(len(index) for index, _, _ in plans)
-        self._trace.fed.append(longest)
+        hidden, predicts = self._pass(positions)
+        self._trace.fed.append(predicts.shape[-1])
+        if len(positions) == 1:
+            self.hidden[:, :, predicts[0]] = hidden
+        else:
+            self.hidden[:, torch.arange(self.batch, device=self.device)[:, None], predicts] = hidden
+
+    def early_exit(self, items: Items, layers: int) -> Tensor:
+        """States [2, N, d] after the backbone's first ``layers``, for items of at most one position a sample: what
+        follows it, by these layers. Their KV cache entries are the ones that a full pass would write."""
+        positions: list[list[int]] = [[] for _ in range(self.batch)]
+        for b, position in zip(items.host_sample.tolist(), items.host_position.tolist(), strict=True):
+            positions[b].append(position)
+        hidden, _ = self._pass(positions, layers)
+        return hidden[:, items.sample, -1]
+
+    def _pass(self, positions: list[Sequence[int]], layers: int | None = None) -> tuple[Tensor, Tensor]:
+        """Feeds positions (a list a sample, or one for all): states [2, B, n, d] and what they predict, [B or 1, n]."""
         base, size = self.cache.prompt_length, self.grid.size
+        # A sample with nothing to feed repeats its first token: writing the same entry again changes nothing.
+        plans = [self.grid.feed_plan(sample or [0]) for sample in positions]
+        longest = max(len(index) for index, _, _ in plans)
         rows = []
-        for plan in plans:
-            index, token, predicts = plan if plan[0] else self.grid.feed_plan([0])
-            # A shorter sample repeats its last slot: writing the same entry twice changes nothing.
-            extra = longest - len(index)
-            rows.append(
-                (
-                    [base + i for i in index] + [base + index[-1]] * extra,
-                    [size if t < 0 else t for t in token] + [size if token[-1] < 0 else token[-1]] * extra,
-                    [size + 1 if p < 0 else p for p in predicts]
-                    + [size + 1 if predicts[-1] < 0 else predicts[-1]] * extra,
-                )
-            )
+        for index, token, predicts in plans:
+            row = [
+                [base + i for i in index],
+                [size if t < 0 else t for t in token],
+                [size + 1 if p < 0 else p for p in predicts],
+            ]
+            rows.append([column + column[-1:] * (longest - len(index)) for column in row])
         slot, token, predicts = (torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))
         width = 1 + max(max(index) for index, _, _ in rows)
         if len(rows) == 1:
-            contiguous = rows[0][0][-1] - rows[0][0][0] == longest - 1
-            hidden = self._pass(self.tokens[:, token[0]], Slots(slot[0], width, contiguous))
-            self.hidden[:, :, predicts[0]] = hidden
+            slots = Slots(slot[0], width, contiguous=rows[0][0][-1] - rows[0][0][0] == longest - 1)
+            tokens = self.tokens[:, token[0]]
         else:
-            sample = torch.arange(self.batch, device=self.device)[:, None]
-            hidden = self._pass(self.tokens[sample, token], Slots(slot.repeat(2, 1), width))
-            self.hidden[:, sample, predicts] = hidden
-
-    def _pass(self, tokens: Tensor, slots: Slots) -> Tensor:
-        """tokens [B, n] -> states [2, B, n, d]"""
+            slots = Slots(slot.repeat(2, 1), width)
+            tokens = self.tokens.gather(1, token)
         embedded = self.backbone.embed(tokens).repeat(2, 1, 1)
-        return self.backbone(embedded, slots, self.cache).view(2, *tokens.shape, -1)
+        hidden = self.backbone(embedded, slots, self.cache, layers)
+        return hidden.view(2, *tokens.shape, -1), predicts
 
     def _judge(self, items: Items, fresh: bool = False) -> Verdict:
         at = (items.sample, items.position)

@@ -8,7 +8,7 @@ items, (sample, position) pairs of a batch laid end to end; V the image vocabula
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Outcome:
         return self._accepted[self._start : self._stop].tolist()
 
 
-Script = Generator[Step, Outcome, None]
+Script = Generator[Step, Outcome, Any]
 
 
 class Schedule(ABC):
@@ -74,13 +74,16 @@ class Schedule(ABC):
 class Drafter(ABC):
     """Makes draft distributions."""
 
+    sequential: bool = False
+    """Whether a draft may depend on the one before it: then they are proposed and sampled one at a time."""
+
     def bind(self, backbone: "Backbone", heads: "Heads | None") -> "Drafter":
         """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
         return self
 
     @abstractmethod
-    def propose(self, state: "State", items: "Items", source: Tensor, offset: Sequence[tuple[int, int]]) -> Tensor:
-        """q [N, V] for N items, from ``source`` positions [N] at (rows, columns) ``offset``; drafts are sampled
+    def propose(self, state: "State", items: "Items", source: "Items", offset: Sequence[tuple[int, int]]) -> Tensor:
+        """q [N, V] for N items, from as many ``source`` items at (rows, columns) ``offset``; drafts are sampled
         from it."""
 
 

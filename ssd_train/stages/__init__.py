@@ -1,5 +1,8 @@
-"""The stages of a run, each ``run(Run)``: the only places where configuration meets Trainer, loggers and files."""
+"""The stages of a run: the only places where configuration meets Trainer, loggers and files.
+
+Each has ``run(Run)``, and ``check(Run)``, which raises what can be known to be wrong before any stage has run.
+"""
 
 from ssd_train.stages import cache, decode, export, train
 
-STAGES = {"cache": cache.run, "train": train.run, "export": export.run, "decode": decode.run}
+STAGES = {"cache": cache, "train": train, "export": export, "decode": decode}

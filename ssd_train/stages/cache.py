@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import transformers
+from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,15 +21,15 @@ from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
 from ssd_train.draws import sample_seed
 from ssd_train.kv_cache import Slots
-from ssd_train.prompts import Prompt, Split
+from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.run import Run
 from ssd_train.shards import (
     CacheDtype,
     CacheError,
     Sample,
     ShardCache,
+    describe,
     pack,
-    prompts_hash,
     sample_bytes,
     unpack,
 )
@@ -40,44 +41,67 @@ READOUT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0
 position, are off by order 1."""
 
 
+def check(run: Run) -> None:
+    _prompts(run)
+
+
 def run(run: Run) -> None:
     cfg = run.cfg.cache
-    prompts = run.prompts([Split.TRAIN, Split.VALIDATION], cfg.samples)
+    prompts = _prompts(run)
     cache = ShardCache(run.cache_dir)
     shards = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
     if cache.manifest_path.exists():
-        cache.check(_identity(run))
+        cache.check(identity(run))
     missing = [i for i, shard in enumerate(shards) if not _is_there(cache, i, shard, cfg.verify)]
     if not missing:
         log.info("cache %s is complete: %d samples in %d shards", cache.directory, len(prompts), len(shards))
         return
     _estimate(run, cache, sum(len(shards[i]) for i in missing), prompts)
-    if not cache.manifest_path.exists():
-        cache.pin(_identity(run) | _checks(run, prompts))
-    todo = tqdm(missing, desc="cache", unit="shard")
-    for i in todo:
-        cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
+    with cache.claim(None):
+        if not cache.manifest_path.exists():
+            cache.pin(identity(run) | _checks(run, prompts))
+    cache.check(identity(run))
+    for wait in False, True:  # first what no other process is making, then what the others have not finished
+        claimed = []
+        for i in tqdm(missing, desc="cache", unit="shard", disable=wait):
+            with cache.claim(i, wait) as mine:
+                if not mine:
+                    claimed.append(i)
+                elif not _is_there(cache, i, shards[i], cfg.verify):
+                    if cache.path(i).exists():
+                        log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
+                    cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
+        missing = claimed
     log.info("cache %s: %d samples in %d shards", cache.directory, len(prompts), len(shards))
 
 
+def _prompts(run: Run) -> list[Prompt]:
+    """Raises ValueError if they cannot both train and validate."""
+    prompts = run.prompts([Split.TRAIN, Split.VALIDATION], run.cfg.cache.samples)
+    for split in Split.TRAIN, Split.VALIDATION:
+        if not any(split_of(p.text) is split for p in prompts):
+            raise ValueError(f"none of the first {len(prompts)} prompts is a {split} one; raise cache.samples")
+    if run.cfg.cache.source is CacheSource.images and any(p.image is None for p in prompts):
+        raise ValueError("cache.source=images, but model.prompts gives no images; set model.prompts.image_column")
+    return prompts
+
+
 def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool) -> bool:
-    """Raises CacheError if a whole shard holds other prompts."""
+    """Whether the shard is whole and holds these prompts, and perhaps more: runs with other cache.samples share it.
+    Raises CacheError if it holds other ones."""
     entry = cache.entry(shard, verify)
     if entry is None:
-        if cache.path(shard).exists():
-            log.warning("%s is incomplete or damaged; it is made again", cache.path(shard))
         return False
-    if entry.prompts == prompts_hash((p.index, p.text) for p in prompts):
-        return True
-    if entry.count != len(prompts):  # the last shard of a run with another cache.samples
-        return False
-    raise CacheError(
-        f"{cache.path(shard)} holds other prompts than model.prompts gives now: the prompt source has changed. "
-        "Use another cache.dir, or remove this cache if it is not needed."
-    )
+    wanted = [describe(p.index, p.text) for p in prompts]
+    if any(a != b for a, b in zip(wanted, entry.samples, strict=False)):
+        raise CacheError(
+            f"{cache.path(shard)} holds other prompts than model.prompts gives now: the prompt source has changed. "
+            "Use another cache.dir, or remove this cache if it is not needed."
+        )
+    return len(entry.samples) >= len(wanted)
 
 
-def _identity(run: Run) -> dict:
+def identity(run: Run) -> dict:
     """What every sample is made with."""
     backbone, cfg = run.backbone, run.cfg.cache
     return {
@@ -108,7 +132,9 @@ def _checks(run: Run, prompts: list[Prompt]) -> dict:
     backbone = run.backbone
     first = prompts[: min(4, run.cfg.cache.batch_size)]
     context = backbone.encode_prompts([p.text for p in first])
-    tokens = torch.randint(backbone.vocabulary, (len(first), backbone.grid.size), device=backbone.device)
+    generator = torch.Generator().manual_seed(run.cfg.seed)
+    tokens = torch.randint(backbone.vocabulary, (len(first), backbone.grid.size), generator=generator)
+    tokens = tokens.to(backbone.device)
     hidden = backbone.teacher_force(context, tokens)
     error = backbone.readout_error(context, tokens, hidden)
     if not error <= READOUT_TOLERANCE[backbone.dtype]:
@@ -118,7 +144,10 @@ def _checks(run: Run, prompts: list[Prompt]) -> dict:
             "capture the states before the final norm."
         )
     stored = storage_error(backbone, hidden, run.cfg.cache.dtype, run.sampling)
-    log.info("readout error %.1e; storing states as %s costs %s", error, run.cfg.cache.dtype.value, stored)
+    log.info(
+        "readout(H) is the model's own logits to %.0e; storing H as %s changes it by %.2g (relative RMS) and p by %.2g "
+        "(total variation)", error, run.cfg.cache.dtype.value, stored["relative_rms"], stored["total_variation"],
+    )  # fmt: skip
     return {"readout_error": error, "storage_error": stored}
 
 
@@ -196,10 +225,11 @@ def _generate(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor
 
 
 def _encode_images(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:
-    """Captioned images through the VQ encoder, then one teacher-forced pass."""
-    if any(p.image is None for p in prompts):
-        raise CacheError(f"cache.source=images, but {prompts[0].text!r} has no image; set prompts.image_column")
-    context = run.backbone.encode_prompts([p.text for p in prompts])
-    images = torch.from_numpy(np.stack([p.image() for p in prompts]))
-    tokens = run.backbone.encode_pixels(images)
-    return tokens, run.backbone.teacher_force(context, tokens.flatten(1))
+    """Captioned images, cropped to the backbone's shape, through the VQ encoder, then one teacher-forced pass."""
+    backbone = run.backbone
+    blank = torch.zeros(1, backbone.grid.height, backbone.grid.width, dtype=torch.int64)
+    _, height, width, _ = backbone.decode_pixels(blank).shape
+    images = [ImageOps.fit(Image.fromarray(p.image()), (width, height)) for p in prompts]
+    tokens = backbone.encode_pixels(torch.from_numpy(np.stack(images)))
+    context = backbone.encode_prompts([p.text for p in prompts])
+    return tokens, backbone.teacher_force(context, tokens.flatten(1))

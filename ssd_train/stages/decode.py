@@ -2,15 +2,16 @@
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
 
 import safetensors.torch
 import torch
 import yaml
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,6 +28,15 @@ from ssd_train.run import Run
 log = logging.getLogger(__name__)
 
 
+def check(run: Run) -> None:
+    """Raises ValueError if there are too few prompts, a decoder cannot be built, or decode.heads are not there."""
+    run.prompts([Split.TEST], run.cfg.decode.prompts)
+    configured_decoders(run)
+    _optional(run, "scorer"), _optional(run, "category")
+    if run.cfg.decode.heads:
+        read_config(run.heads_dir)
+
+
 def run(run: Run) -> None:
     cfg, backbone = run.cfg.decode, run.backbone
     prompts = run.prompts([Split.TEST], cfg.prompts)
@@ -34,7 +44,7 @@ def run(run: Run) -> None:
     seconds, drafting = _time(run, decoders, prompts[: cfg.timed_images])
     directory = run.output / "decode"
     (directory / "tokens").mkdir(parents=True, exist_ok=True)
-    scorer = instantiate(run.cfg.model.scorer) if "scorer" in run.cfg.model else None
+    scorer = _optional(run, "scorer")
     entries, pictures = {}, {}
     for name, decoder in decoders.items():
         tokens, traces, nll = _decode(run, decoder, prompts, name)
@@ -76,27 +86,45 @@ def run(run: Run) -> None:
     table = report.table_markdown(contents)
     if heads and not cfg.heads:
         write_card(run.heads_dir, heads, f"{len(prompts)} prompts, {contents['device']}.\n\n{table}")
-    log.info("report in %s\n%s", directory / "report.md", table)
+    log.info("report in %s\n%s%s", directory / "report.md", f"{run.cfg.note}\n\n" if run.cfg.note else "", table)
 
 
-def make_decoders(run: Run) -> dict[str, Decoder]:
-    """The configured decoders and their variations, bound to the backbone and the exported heads."""
+def configured_decoders(run: Run) -> dict[str, Decoder]:
+    """The configured decoders and their variations. Raises ValueError naming the one that cannot be built."""
     nodes = dict(run.cfg.decoder.items())
     for variation in run.cfg.decode.vary:
         key, values = variation.split("=", 1)
         name, setting = key.split(".", 1)
         for value in yaml.safe_load(f"[{values}]"):
             node = copy.deepcopy(run.cfg.decoder[name])
-            OmegaConf.update(node, setting, value, force_add=False)
+            if OmegaConf.select(node, setting, default=MISSING) is MISSING:
+                raise ValueError(f"decode.vary: {name} has no setting {setting}; expected one that its yaml names")
+            OmegaConf.update(node, setting, value)
             nodes[f"{name} {setting.rsplit('.', 1)[-1]}={value}"] = node
-    heads = load_heads(run.heads_dir, run.backbone) if (run.heads_dir / "config.json").exists() else None
     decoders = {}
     for name, node in nodes.items():
         try:
-            decoders[name] = instantiate(node).bind(run.backbone, heads)
+            decoders[name] = instantiate(node)
+        except InstantiationException as error:
+            raise ValueError(f"decoder {name}: {error}") from error
+    return decoders
+
+
+def make_decoders(run: Run) -> dict[str, Decoder]:
+    """The decoders, bound to the backbone and the exported heads. Raises ValueError if one does not fit."""
+    heads = load_heads(run.heads_dir, run.backbone) if (run.heads_dir / "config.json").exists() else None
+    decoders = configured_decoders(run)
+    for name, decoder in decoders.items():
+        try:
+            decoder.bind(run.backbone, heads)
         except ValueError as error:
             raise ValueError(f"decoder {name}: {error}") from error
     return decoders
+
+
+def _optional(run: Run, name: str) -> Callable | None:
+    """What model.<name> says, where the model has it."""
+    return instantiate(run.cfg.model[name]) if run.cfg.model.get(name) else None
 
 
 def _context(run: Run, prompts: list[Prompt]) -> tuple[PromptBatch, list[int]]:
@@ -153,9 +181,9 @@ def _pixels(run: Run, tokens: Tensor) -> Tensor | None:
 
 
 def _by_category(run: Run, prompts: list[Prompt], right: Tensor) -> dict | None:
-    if "category" not in run.cfg.model:
+    category = _optional(run, "category")
+    if category is None:
         return None
-    category = instantiate(run.cfg.model.category)
     groups: dict[str, list[bool]] = {}
     for prompt, ok in zip(prompts, right.tolist(), strict=True):
         groups.setdefault(category(prompt.text), []).append(ok)

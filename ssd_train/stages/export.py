@@ -1,26 +1,52 @@
 """Trained heads -> safetensors."""
 
 import logging
+from pathlib import Path
 
 import torch
 
-from ssd_train.export import HeadsError, load_heads, save_heads
+from ssd_train.config import Stage
+from ssd_train.export import HeadsError, load_heads, read_config, save_heads
 from ssd_train.heads import Heads, HeadSpec
 from ssd_train.run import Run
 
 log = logging.getLogger(__name__)
 
 
+def check(run: Run) -> None:
+    if Stage.train not in run.cfg.stages:
+        _summary(run)
+
+
 def run(run: Run) -> None:
-    summary = run.read_json("training.json")
-    checkpoint = run.checkpoint_dir / "final.ckpt"
-    if summary is None or not checkpoint.exists():
-        raise HeadsError(f"{run.output} holds no finished training; run the train stage first")
-    weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-    heads = Heads(HeadSpec(**summary["heads"]))
-    heads.load_state_dict({key.removeprefix("heads."): tensor for key, tensor in weights.items()})
+    summary = _summary(run)
     directory = run.output / "heads"
     training = {key: summary[key] for key in ("fingerprint", "steps", "samples", "validation")}
-    save_heads(directory, heads, run.backbone, training | {"cache": str(run.cache_fingerprint)})
+    training["cache"] = run.cache_fingerprint
+    if _is_exported(run, directory, training):
+        log.info("heads are exported already to %s", directory)
+        return
+    weights = torch.load(run.checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+    heads = Heads(HeadSpec(**summary["heads"]))
+    heads.load_state_dict({key.removeprefix("heads."): tensor for key, tensor in weights.items()})
+    save_heads(directory, heads, run.backbone, training)
     load_heads(directory, run.backbone)
     log.info("exported %d heads to %s", len(heads.predictors), directory)
+
+
+def _summary(run: Run) -> dict:
+    """What the train stage wrote when it had finished. Raises HeadsError if that was never, or other heads."""
+    summary = run.read_json("training.json")
+    if summary is None or not run.checkpoint.exists():
+        raise HeadsError(f"{run.output} holds no finished training; run the train stage first")
+    if summary["fingerprint"] != run.train_fingerprint:
+        raise HeadsError(f"{run.output} holds heads trained with other settings; run the train stage first")
+    return summary
+
+
+def _is_exported(run: Run, directory: Path, training: dict) -> bool:
+    try:
+        load_heads(directory, run.backbone)
+    except HeadsError:
+        return False
+    return read_config(directory)["training"] == training

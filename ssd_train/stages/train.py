@@ -1,11 +1,14 @@
 """Shards -> trained heads."""
 
 import logging
+import zipfile
 
 import lightning as L
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from ssd_train.datamodule import HeadDataModule
@@ -13,32 +16,55 @@ from ssd_train.heads import Heads, HeadSpec
 from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
 from ssd_train.run import Run
+from ssd_train.shards import ShardCache
+from ssd_train.stages.cache import identity
 
 log = logging.getLogger(__name__)
+
+
+class Progress(TQDMProgressBar):
+    """Its total is that of the whole training, also in a run that resumes one."""
+
+    @property
+    def total_train_batches(self) -> int:
+        return self.trainer.max_steps * self.trainer.accumulate_grad_batches
+
+
+def check(run: Run) -> None:
+    """Raises ValueError for settings that Lightning refuses."""
+    try:
+        make_trainer(run, steps=1, logger=False)
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        cfg = run.cfg.train
+        raise ValueError(f"train.precision={cfg.precision}, train.trainer={cfg.trainer}: {error}") from error
 
 
 def run(run: Run) -> float:
     """Returns the mean acceptance rate over heads on the validation prompts."""
     summary = run.read_json("training.json")
-    if summary and summary["fingerprint"] == run.train_fingerprint:
-        log.info("heads in %s are trained already", run.checkpoint_dir)
+    if summary and summary["fingerprint"] == run.train_fingerprint and run.checkpoint.exists():
+        log.info("heads in %s are trained already", run.output)
         return summary["validation"]["validation/acceptance"]
     cfg = run.cfg.train
+    ShardCache(run.cache_dir).check(identity(run))
     data = HeadDataModule(
         run.cache_dir, run.cfg.cache.samples, cfg.batch_size, cfg.shuffle_buffer, cfg.workers, run.cfg.seed,
         cfg.validation_samples,
     )  # fmt: skip
     heads = make_heads(run, data)
     parameters = sum(p.numel() for p in heads.parameters())
-    trainer = make_trainer(run, data)
-    steps = data.steps(cfg.epochs, trainer.world_size)
+    steps = data.steps(cfg.epochs, cfg.trainer.get("accumulate_grad_batches", 1))
+    trainer = make_trainer(run, steps, make_logger(run))
     log.info(
         "training %d heads (%.1fM parameters) on %d samples for %d steps; %d validation samples",
         len(heads.predictors), parameters / 1e6, data.counts[Split.TRAIN], steps, data.validation_samples,
     )  # fmt: skip
     module = HeadModule(heads, run.backbone.output, run.backbone.grid, run.sampling, run.cfg.head, steps, run.cfg.seed)
-    trainer.fit(module, data, ckpt_path=_resume_from(run))
-    trainer.save_checkpoint(run.checkpoint_dir / "final.ckpt", weights_only=True)
+    trainer.fit(module, data, ckpt_path=_resume_from(run), weights_only=True)
+    trainer.save_checkpoint(run.checkpoint)  # with head.ema, its "state_dict" holds the averaged weights
+    if trainer.global_step < steps:
+        raise RuntimeError(f"training stopped at step {trainer.global_step} of {steps}; run the same command to go on")
+    trainer.validate(module, data, verbose=False)  # likewise of the averaged weights
     metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation")}
     run.write_json(
         "training.json",
@@ -71,21 +97,25 @@ def make_heads(run: Run, data: HeadDataModule) -> Heads:
     )
 
 
-def make_trainer(run: Run, data: HeadDataModule) -> L.Trainer:
+def make_logger(run: Run) -> Logger | bool:
+    if not run.cfg.logger:
+        return False
+    logger = instantiate(run.cfg.logger)
+    logger.log_hyperparams(OmegaConf.to_container(run.cfg, resolve=True, enum_to_str=True))
+    return logger
+
+
+def make_trainer(run: Run, steps: int, logger: Logger | bool) -> L.Trainer:
     cfg = run.cfg.train
-    steps = data.steps(cfg.epochs)
     callbacks: list[Callback] = [
         ModelCheckpoint(
-            run.checkpoint_dir, filename="step-{step}", every_n_train_steps=cfg.checkpoint_every, save_last=True,
+            run.checkpoint.parent, filename=run.checkpoint.stem, every_n_train_steps=cfg.checkpoint_every,
             enable_version_counter=False,
         ),
-        TQDMProgressBar(refresh_rate=max(1, steps // 200)),
+        Progress(refresh_rate=max(1, steps // 200)),
     ]  # fmt: skip
     if run.cfg.head.ema is not None:
         callbacks.append(EMAWeightAveraging(decay=run.cfg.head.ema))
-    logger = instantiate(run.cfg.logger) if run.cfg.logger else False
-    if logger:
-        logger.log_hyperparams(OmegaConf.to_container(run.cfg, resolve=True, enum_to_str=True))
     return L.Trainer(
         accelerator="gpu" if run.device.type == "cuda" else "cpu",
         devices=1,
@@ -93,7 +123,7 @@ def make_trainer(run: Run, data: HeadDataModule) -> L.Trainer:
         max_epochs=-1,
         precision=cfg.precision,
         gradient_clip_val=cfg.gradient_clip,
-        val_check_interval=min(cfg.validate_every, steps),
+        val_check_interval=cfg.validate_every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=min(10, steps),
@@ -106,14 +136,15 @@ def make_trainer(run: Run, data: HeadDataModule) -> L.Trainer:
 
 
 def _resume_from(run: Run) -> str | None:
-    """The last checkpoint, if it is of this very training run; another one's is left alone and not resumed."""
-    marker = run.read_json("checkpoints/of.json")
-    last = run.checkpoint_dir / "last.ckpt"
-    if last.exists() and marker == {"fingerprint": run.train_fingerprint}:
-        log.info("resuming from %s", last)
-        return str(last)
-    run.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    for stale in run.checkpoint_dir.glob("*.ckpt"):
-        stale.unlink()
-    run.write_json("checkpoints/of.json", {"fingerprint": run.train_fingerprint})
+    """The checkpoint, if it is whole and of this very training run; else it is removed."""
+    (run.output / "training.json").unlink(missing_ok=True)
+    mine = {"fingerprint": run.train_fingerprint}
+    if run.checkpoint.exists() and run.read_json("checkpoints/of.json") == mine:
+        if zipfile.is_zipfile(run.checkpoint):  # its directory stands at its end
+            log.info("resuming from %s", run.checkpoint)
+            return str(run.checkpoint)
+        log.warning("%s is cut short; training starts again", run.checkpoint)
+    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    run.checkpoint.unlink(missing_ok=True)
+    run.write_json("checkpoints/of.json", mine)
     return None

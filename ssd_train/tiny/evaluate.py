@@ -1,5 +1,7 @@
 """Measure a tiny backbone: tokenizer, losses, checker, and the scene score at several guidance scales.
 
+Writes `summary.json` into its folder.
+
     python -m ssd_train.tiny.evaluate data/tiny --grid runs/tiny.png
 """
 
@@ -61,7 +63,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
     torch.set_num_threads(2)
-    print(json.dumps(measure(args.folder, args.images, args.guidance, args.grid, args.seed), indent=1))
+    summary = measure(args.folder, args.images, args.guidance, args.grid, args.seed)
+    (args.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def train(args: argparse.Namespace) -> None:
         model.load_state_dict(JanusForConditionalGeneration.from_pretrained(args.init).state_dict())
     elif rank == 0:
         save(model, tokenizer, args.out)
-    args.log.mkdir(parents=True, exist_ok=True)
+    args.grids.mkdir(parents=True, exist_ok=True)
     fn = torch.compile(token_losses, dynamic=False) if args.compile else token_losses
     held = np.random.default_rng(args.seed + 1)
     full = [make_batch(held, vq, tokenizer, args.batch) for _ in range(args.held_out)]
@@ -326,13 +326,13 @@ def train(args: argparse.Namespace) -> None:
                 next_grid = minutes + args.grid_minutes
                 save(model, tokenizer, args.out)
                 images, captions, row["score"] = sample_and_score(model, tokenizer, 48, args.guidance, 7)
-                save_grid(images, captions, args.log / f"step{step:05d}.png")
+                save_grid(images, captions, args.grids / f"step{step:05d}.png")
             log.append(row)
             print(json.dumps(row), flush=True)
     if rank > 0:
         return
     save(model, tokenizer, args.out)
-    (args.log / "train.json").write_text(json.dumps({"images_seen": seen, "log": log}, indent=1))
+    (args.grids / "train.json").write_text(json.dumps({"images_seen": seen, "log": log}, indent=1))
 
 
 def main() -> None:
@@ -340,7 +340,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--vq", type=Path, required=True, help="folder of the trained VQ tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="folder for the backbone")
-    parser.add_argument("--log", type=Path, default=Path("runs/tiny"), help="for sample grids and the log")
+    parser.add_argument("--grids", type=Path, default=Path("runs/tiny"), help="for sample grids and the log")
     parser.add_argument("--minutes", type=float, default=80, help="length of the run")
     parser.add_argument("--init", type=Path, help="continue from this folder's weights")
     parser.add_argument("--begin", type=float, default=0.0, help="with --init: where in the schedule to begin")

@@ -38,7 +38,7 @@ def short_run(tmp_path, monkeypatch):
     call(monkeypatch, train_vq, **common, out=vq, steps=4, images=8, held_out=4, free=2, every=2)
     shape = {"layers": 1, "heads": 2, "ff": 48}
     pace = {"steps": 2, "minutes": 100, "held_out": 1, "every": 1, "grid_minutes": 100}
-    call(monkeypatch, train, **common, **shape, **pace, vq=vq, out=out, log=log)
+    call(monkeypatch, train, **common, **shape, **pace, vq=vq, out=out, grids=log)
     return vq, out, log
 
 

@@ -11,15 +11,15 @@ from ssd_train.decoding.parts import Drafter
 class Random(Drafter):
     """Uniformly random tokens, q uniform."""
 
-    def propose(self, state, items, source: Tensor, offset: Sequence[tuple[int, int]]) -> Tensor:
+    def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
         vocabulary = state.backbone.vocabulary
-        return torch.full((len(source), vocabulary), 1 / vocabulary, dtype=state.q.dtype, device=state.device)
+        return torch.full((len(offset), vocabulary), 1 / vocabulary, dtype=state.q.dtype, device=state.device)
 
 
 class Copy(Drafter):
     """The token at the source position as it stands, q one-hot."""
 
-    def propose(self, state, items, source: Tensor, offset: Sequence[tuple[int, int]]) -> Tensor:
-        token = state.tokens[items.sample, source]
-        q = torch.zeros(len(source), state.backbone.vocabulary, dtype=state.q.dtype, device=state.device)
+    def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
+        token = state.tokens[source.sample, source.position]
+        q = torch.zeros(len(offset), state.backbone.vocabulary, dtype=state.q.dtype, device=state.device)
         return q.scatter_(1, token[:, None], 1.0)

@@ -1,17 +1,24 @@
 """Runs of horizontal drafts, repaired in place and then committed: the first row of SSD, and lossy 1D-MTP."""
 
+from collections.abc import Sequence
+
 from ssd_train.decoding.parts import Schedule, Script, Step
 from ssd_train.grid import Grid
 
+Drafts = Sequence[tuple[int, int]]
 
-def verify(feed: range, judge: range, rounds: int | None, until_settled: bool = False) -> Script:
-    """Rounds of accept-and-redraw; None is no limit. ``until_settled`` leaves after a round that re-drew nothing."""
+
+def verify(draft: Drafts, feed: range, judge: range, rounds: int | None, until_settled: bool = False) -> Script:
+    """Drafts, then rounds of accept-and-redraw; None is no limit. ``until_settled`` leaves after a round that re-drew
+    nothing. Returns the drafts that are still to be made, when there is no round to make them in."""
     done = 0
     while rounds is None or done < rounds:
-        outcome = yield Step(feed=feed, judge=judge)
+        outcome = yield Step(draft=draft, feed=feed, judge=judge)
+        draft = ()
         done += 1
         if until_settled and all(outcome.accepted):
-            return
+            break
+    return draft
 
 
 def chunks(grid: Grid, row: int, length: int, rounds: int | None, until_settled: bool = False) -> Script:
@@ -23,11 +30,11 @@ def chunks(grid: Grid, row: int, length: int, rounds: int | None, until_settled:
     start, end = grid.row(row).start, grid.row(row).stop
     while start < end:
         stop = min(start + length + (start == grid.row(row).start), end)
-        drafts = range(start + 1, stop)
-        if drafts:
-            yield Step(draft=[(position, start) for position in drafts])
-            yield from verify(range(start, stop - 1), drafts, rounds, until_settled)
-        yield Step(feed=range(start, stop), judge=[stop] if stop < grid.size else [])
+        judge = range(start + 1, stop)
+        draft: Drafts = [(position, start) for position in judge]
+        if draft:
+            draft = yield from verify(draft, range(start, stop - 1), judge, rounds, until_settled)
+        yield Step(draft=draft, feed=range(start, stop), judge=[stop] if stop < grid.size else [])
         start = stop
 
 

@@ -5,18 +5,21 @@ from ssd_train.grid import Grid
 
 
 class Prefix(Schedule):
-    """``length`` drafts a pass, all from the last settled position; the first rejected one is re-drawn from the
-    residual and the rest dropped; if all pass, the position after them is drawn from p (the bonus token).
+    """``length`` drafts a pass; the first rejected one is re-drawn from the residual and the rest dropped; if all
+    pass, the position after them is drawn from p (the bonus token).
 
-    ``within_row`` ends a run with the row, for drafters that know no further.
+    The ``source`` of all drafts is the last settled position ("settled"), or each one's left neighbour ("left", for
+    drafters that go step by step). ``within_row`` ends a run with the row, for drafters that know no further.
     """
 
     adaptive = True
 
-    def __init__(self, length: int = 5, within_row: bool = False):
+    def __init__(self, length: int = 5, source: str = "settled", within_row: bool = False):
         if length < 1:
             raise ValueError(f"length is {length}; expected at least 1")
-        self.length, self.within_row = length, within_row
+        if source not in ("settled", "left"):
+            raise ValueError(f"source is {source!r}; expected 'settled' or 'left'")
+        self.length, self.source, self.within_row = length, source, within_row
 
     def window(self, grid: Grid) -> int:
         return self.length + 1
@@ -33,7 +36,7 @@ class Prefix(Schedule):
             drafts = range(front + 1, stop)
             bonus = [stop] if stop < grid.size else []
             outcome = yield Step(
-                draft=[(position, front) for position in drafts],
+                draft=[(position, front if self.source == "settled" else position - 1) for position in drafts],
                 feed=range(front, stop if bonus else stop - 1),
                 judge=[*drafts, *bonus],
             )

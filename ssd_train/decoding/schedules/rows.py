@@ -1,7 +1,7 @@
 """Spatially Speculative Decoding's schedule (arXiv 2606.20543): rows drafted at once, repaired in place."""
 
 from ssd_train.decoding.parts import Schedule, Script, Step
-from ssd_train.decoding.schedules.chunks import chunks, verify
+from ssd_train.decoding.schedules.chunks import Drafts, chunks, verify
 from ssd_train.grid import Grid
 
 
@@ -68,13 +68,15 @@ class Rows(Schedule):
 
     def _block(self, grid: Grid, rows: range) -> Script:
         first, last = grid.row(rows[0]), grid.row(rows[-1])
-        drafts = range(first.start + 1, last.stop)
+        judge = range(first.start + 1, last.stop)
         above = grid.row(rows[0] - 1).start
-        if drafts:
-            yield Step(draft=[(position, above + position % grid.width) for position in drafts])
-            yield from verify(range(first.start, last.stop - 1), drafts, self.rounds, self.until_settled)
+        draft: Drafts = [(position, above + position % grid.width) for position in judge]
+        if draft:
+            feed = range(first.start, last.stop - 1)
+            draft = yield from verify(draft, feed, judge, self.rounds, self.until_settled)
         for row in rows:
             positions = grid.row(row)
             if row > rows[0] and len(positions) > 1:
-                yield from verify(positions[:-1], positions[1:], self.staged_rounds, self.until_settled)
-            yield Step(feed=positions, judge=[positions.stop] if positions.stop < grid.size else [])
+                yield from verify((), positions[:-1], positions[1:], self.staged_rounds, self.until_settled)
+            yield Step(draft=draft, feed=positions, judge=[positions.stop] if positions.stop < grid.size else [])
+            draft = ()

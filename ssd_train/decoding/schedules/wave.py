@@ -11,9 +11,9 @@ class Wave(Schedule):
     its KV cache entries final and costs no pass of its own.
 
     ``stagger`` = ``rounds`` is the merged commit: ``rounds`` passes a row instead of ``rounds`` + 1. Less than that
-    puts several rows in flight. With ``threshold``, a row also waits until at most that share of the row above was re-drawn
-    in the last pass.
-    The first row is that of :class:`Rows`. Passes for h rows without a threshold: N1 + (h - 2) stagger + rounds.
+    puts several rows in flight. With ``threshold``, a row also waits until at most that share of the row above was
+    re-drawn in the last pass.
+    The first row is that of :class:`Rows`. Passes without a threshold: N1 + (h - 2) stagger + rounds.
     """
 
     def __init__(

@@ -1,0 +1,32 @@
+"""A draft model for nothing: the backbone's own first layers, with its own readout."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ssd_train.decoding.parts import Drafter
+from ssd_train.distributions import guided_probabilities
+
+
+class EarlyExit(Drafter):
+    """One token a step through the first ``layers`` layers (a self-draft, as for arXiv 2211.17192's draft model).
+
+    Its KV cache is the backbone's: these layers' entries of a draft are what the verifying pass writes again. The
+    source of a draft must be the position before it.
+    """
+
+    sequential = True
+
+    def __init__(self, layers: int):
+        self.layers = layers
+
+    def bind(self, backbone, heads) -> "EarlyExit":
+        depth = backbone.decoder.config.num_hidden_layers
+        if not 1 <= self.layers < depth:
+            raise ValueError(f"layers is {self.layers}; expected 1 to {depth - 1}, fewer than the backbone has")
+        return self
+
+    def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
+        if (items.host_position - source.host_position != 1).any():
+            raise ValueError("a draft model goes from one position to the next; use a schedule with source: left")
+        return guided_probabilities(state.backbone.readout(state.early_exit(source, self.layers)), state.sampling)
