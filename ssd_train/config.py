@@ -21,6 +21,7 @@ from ssd_train.shards import CacheDtype
 
 
 class Stage(Enum):
+    plan = "plan"
     cache = "cache"
     train = "train"
     export = "export"
@@ -100,7 +101,7 @@ class DecodeConfig:
 @dataclass
 class Config:
     model: Any = MISSING
-    stages: list[Stage] = field(default_factory=lambda: list(Stage))
+    stages: list[Stage] = field(default_factory=lambda: [s for s in Stage if s is not Stage.plan])
     cache: CacheConfig = field(default_factory=CacheConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -152,7 +153,7 @@ def explain_typos(overrides: Sequence[str]) -> None:
         for i, part in enumerate(parts):
             if not isinstance(node, DictConfig) or not is_dataclass(OmegaConf.get_type(node)):
                 break  # pluggable: its target knows
-            if part not in node:
+            if part not in list(node):  # "in node" is False for a value that is still missing
                 near = "".join(f"did you mean {name}? " for name in get_close_matches(part, node, 1))
                 where = ".".join(parts[:i]) or "the configuration"
                 raise ValueError(f"{override}: {where} has no setting {part}; {near}There are {', '.join(node)}.")

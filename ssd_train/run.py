@@ -14,6 +14,7 @@ from ssd_train import config
 from ssd_train.backbones.base import Backbone
 from ssd_train.distributions import Sampling
 from ssd_train.files import write_atomically
+from ssd_train.plan import require_fit
 from ssd_train.prompts import Prompt, Split, take
 
 log = logging.getLogger("ssd_train")
@@ -30,6 +31,7 @@ class Run:
 
     @cached_property
     def backbone(self) -> Backbone:
+        require_fit(self.cfg, self.device)
         start = time.perf_counter()
         backbone = instantiate(self.cfg.model.backbone, name=self.cfg.model.name, device=str(self.device))
         parameters = sum(p.numel() for p in backbone.model.parameters())

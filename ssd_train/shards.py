@@ -72,8 +72,6 @@ class ShardEntry:
 
 def pack(hidden: Tensor, dtype: CacheDtype) -> dict[str, Tensor]:
     """States [2, L, d] -> tensors to store. int8 is symmetric, one float32 scale a token."""
-    if not torch.isfinite(hidden).all():
-        raise CacheError("a hidden state is NaN or infinite: the backbone overflowed; try model.backbone.dtype=float32")
     if dtype is not CacheDtype.int8:
         return {"hidden": hidden.to(getattr(torch, dtype)).contiguous()}
     scale = hidden.abs().amax(-1).float().clamp_min(1e-12) / 127
@@ -93,6 +91,11 @@ def sample_bytes(length: int, width: int, dtype: CacheDtype) -> int:
 
 
 def _encode(sample: Sample, dtype: CacheDtype) -> tuple[bytes, bytes]:
+    if not torch.isfinite(sample.hidden).all():
+        raise CacheError(
+            f"a state of sample {sample.index} ({sample.prompt!r}) is NaN or infinite: the backbone overflowed; try "
+            "model.backbone.dtype=float32"
+        )
     tensors = pack(sample.hidden, dtype) | {"tokens": sample.tokens.to(torch.int32)}
     payload = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
     info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "crc32": zlib.crc32(payload)}

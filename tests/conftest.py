@@ -21,6 +21,7 @@ MICRO = [
     "++model.scorer=null",
     "++model.category=null",
     "device=cpu",
+    "threads=1",
     "logger=csv",
     "decoder=ar",
     "cache.samples=60",  # of which 9 are for validation

@@ -20,6 +20,7 @@ from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.chunks import Chunks
 from ssd_train.decoding.schedules.jacobi import JacobiWindow
+from ssd_train.decoding.schedules.parallel_jacobi import ParallelJacobi
 from ssd_train.decoding.schedules.prefix import Prefix
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.decoding.schedules.wave import Wave
@@ -123,6 +124,7 @@ LOSSY = {
     "csd": lambda: Decoder(JacobiWindow(length=4), Random(), EntropyRelaxed(0.5, 0.65)),
     "gsd": lambda: Decoder(JacobiWindow(length=4), Random(), Grouped(size=2, gap=0.5, distance=1e6)),
     "lantern": lambda: Decoder(JacobiWindow(length=4), Random(), LatentNeighbourhood(k=1, delta=0.5)),
+    "pjd": lambda: Decoder(ParallelJacobi(length=2, lag=1), Copy(), Strict()),
     "zipar": lambda: Decoder(ZipAR(lead=2), Copy(), Strict()),
 }
 

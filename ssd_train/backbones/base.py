@@ -204,9 +204,13 @@ class Backbone(nn.Module, ABC):
         """max |readout(H) - the class's own logits| / max |logits|, for tokens [B, L] and their states
         [2, B, L, d]: near rounding if the states were taken before the norm and in the right order, else of order 1."""
         with self.intact():
-            reference = self.reference_logits(prompts, tokens).to(torch.float64)
-        ours = self.readout(hidden).flatten(0, 1).to(torch.float64)
-        return float((ours - reference).abs().max() / reference.abs().max())
+            reference = self.reference_logits(prompts, tokens)
+        errors, magnitudes = [], []
+        for row, expected in zip(hidden.flatten(0, 1), reference, strict=True):  # all at once would not fit a GPU
+            expected = expected.to(torch.float64)
+            errors.append((self.readout(row).to(torch.float64) - expected).abs().max())
+            magnitudes.append(expected.abs().max())
+        return float(torch.stack(errors).max() / torch.stack(magnitudes).max())
 
 
 def fingerprint(model: nn.Module, samples_per_tensor: int = 4096) -> str:

@@ -5,16 +5,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 
 def local_folder(checkpoint: str, revision: str | None = None) -> Path:
-    """The directory of a checkpoint; one with a hub id is downloaded first, or found in the hub's cache."""
+    """The directory of a checkpoint; one with a hub id is downloaded first, or found in the hub's cache. Raises
+    FileNotFoundError that says what to do if it is neither here nor to be had."""
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
-    return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    files = ["*.json", "*.safetensors", "*.txt"]
+    try:
+        return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=files))
+    except (OSError, HFValidationError) as error:
+        at = f" --revision {revision}" if revision else ""
+        offline = " HF_HUB_OFFLINE is set, so nothing was downloaded." if constants.HF_HUB_OFFLINE else ""
+        raise FileNotFoundError(
+            f"the checkpoint {checkpoint} is no directory here, and not to be had from the Hugging Face hub.{offline} "
+            f"Where there is a network, run `hf download {checkpoint}{at}` and bring that machine's hub cache "
+            "(HF_HOME) here, or copy the files and set model.backbone.checkpoint=DIRECTORY. "
+            f"The hub's own message: {error}"
+        ) from error
 
 
 def read_tensors(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
@@ -28,6 +42,15 @@ def read_tensors(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Ten
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}; expected {', '.join(sorted(names))}")
         tensors |= {key: tensor.to(dtype) for key, tensor in load_file(folder / name, device).items()}
+    return tensors
+
+
+def per_head_norms(tensors: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Lumina-mGPT keeps query and key norms per group of heads, (1, head_dim) at 7B; Chameleon per head."""
+    for name, heads in (".q_norm.", config.num_attention_heads), (".k_norm.", config.num_key_value_heads):
+        for key in (key for key in tensors if name in key):
+            if heads % len(tensors[key]) == 0:
+                tensors[key] = tensors[key].repeat_interleave(heads // len(tensors[key]), 0)
     return tensors
 
 

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Emu3ForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerBase
 
 from ssd_train.backbones.base import PromptBatch
-from ssd_train.backbones.checkpoints import require_complete
+from ssd_train.backbones.checkpoints import local_folder, require_complete
 from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
+from ssd_train.backbones.sketches import byte_tokenizer, emu3_names, random_model
 from ssd_train.grid import Grid
 
-BEGIN_OF_IMAGE, BEGIN_OF_TOKENS = "<|image start|>", "<|image token|>"
+BOS, BEGIN_OF_IMAGE, BEGIN_OF_TOKENS = "<|extra_203|>", "<|image start|>", "<|image token|>"
 # What Emu3's own image_generation.py appends to every prompt and contrasts it with.
 QUALITY = " masterpiece, film grained, best quality."
 NEGATIVE = (
@@ -80,17 +81,33 @@ class Emu3(SharedVocabulary):
     ) -> "Emu3":
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
         image_grid(ratio, area)  # before minutes of loading
+        folder = local_folder(checkpoint, revision)
         model, report = Emu3ForConditionalGeneration.from_pretrained(
-            checkpoint,
+            folder,
             dtype=getattr(torch, dtype),
-            revision=revision,
             attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused by name below
         )
         require_complete(report, checkpoint, "Emu3")
-        words = AutoTokenizer.from_pretrained(checkpoint, revision=revision)
+        words = AutoTokenizer.from_pretrained(folder)
         return cls(model.to(device), words, name, ratio, area, quality, negative)
+
+    @classmethod
+    def sketch(
+        cls, architecture: dict, name: str = "emu3", ratio: str = "1:1", area: int = AREA, quality: str = QUALITY,
+        negative: str = NEGATIVE, **how,
+    ) -> "Emu3":  # fmt: skip
+        """The same with random weights; ``how`` is for :func:`random_model`."""
+        config = Emu3Config.from_dict(architecture)
+        config.vocabulary_map = names = config.vocabulary_map or emu3_names(
+            config.vq_config.codebook_size, config.text_config.vocab_size
+        )
+        special = {token: names[token] for token in (BOS, BEGIN_OF_IMAGE, BEGIN_OF_TOKENS)}
+        words = byte_tokenizer(special, names.values())
+        words.bos_token = BOS
+        model = random_model(Emu3ForConditionalGeneration, config, **how)
+        return cls(model, words, name, ratio, area, quality, negative)
 
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional = [self._context(text + self.quality) for text in texts]

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.backbones.checkpoints import require_complete
+from ssd_train.backbones.checkpoints import local_folder, require_complete
+from ssd_train.backbones.sketches import byte_tokenizer, random_model
 from ssd_train.grid import Grid
 
 PROMPT = "<|User|>: {text}\n\n<|Assistant|>:"
@@ -62,19 +63,28 @@ class Janus(Backbone):
         attention: str = "sdpa",
     ) -> "Janus":
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
+        folder = local_folder(checkpoint, revision)
         model, report = JanusForConditionalGeneration.from_pretrained(
-            checkpoint,
+            folder,
             dtype=getattr(torch, dtype),
-            revision=revision,
             attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported by name, below
         )
         require_complete(report, checkpoint, "Janus")
-        generation = GenerationConfig.from_pretrained(checkpoint, revision=revision)
+        generation = GenerationConfig.from_pretrained(folder)
         # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint, revision=revision)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         return cls(model.to(device), tokenizer, generation, name, grid, prompt)
+
+    @classmethod
+    def sketch(
+        cls, architecture: dict, name: str = "janus", grid: Sequence[int] | None = None, prompt: str = PROMPT, **how
+    ) -> "Janus":
+        """The same with random weights; ``how`` is for :func:`random_model`."""
+        model = random_model(JanusForConditionalGeneration, JanusConfig.from_dict(architecture), **how)
+        ids = {"bos_token_id": 0, "pad_token_id": 1, "generation_kwargs": {"boi_token_id": 2}}
+        return cls(model, byte_tokenizer({}, reserved=range(3)), GenerationConfig(**ids), name, grid, prompt)
 
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional, unconditional = [], []

@@ -8,8 +8,9 @@ from transformers import ChameleonConfig, ChameleonForConditionalGeneration, Pre
 
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.backbones.chameleon_pixels import MISSING, ChameleonPixels
-from ssd_train.backbones.checkpoints import fill, local_folder, read_tensors
+from ssd_train.backbones.checkpoints import fill, local_folder, per_head_norms, read_tensors
 from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
+from ssd_train.backbones.sketches import byte_tokenizer, chameleon_names, random_model
 from ssd_train.grid import Grid
 
 PROMPT = "Generate an image of {width}x{height} according to the following prompt:\n{text}"
@@ -96,7 +97,7 @@ class Lumina(SharedVocabulary):
         words = PreTrainedTokenizerFast.from_pretrained(local_folder(tokenizer) if tokenizer else folder)
         pixels = ChameleonPixels.load(vqgan, config.vq_config).to(device) if vqgan else None
         torch_dtype = getattr(torch, dtype)
-        tensors = _per_head(read_tensors(folder, torch_dtype, device), config)
+        tensors = per_head_norms(read_tensors(folder, torch_dtype, device), config)
         with torch.device("meta"):
             model = ChameleonForConditionalGeneration._from_config(
                 config, dtype=torch_dtype, attn_implementation=attention
@@ -106,6 +107,17 @@ class Lumina(SharedVocabulary):
         fill(model, tensors, checkpoint)
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its numbers are in no checkpoint
         return cls(model, words, name, resolution, size, pixels)
+
+    @classmethod
+    def sketch(
+        cls, architecture: dict, name: str = "lumina", resolution: int = 768, size: Sequence[int] | None = None, **how
+    ) -> "Lumina":
+        """The same with random weights and no VQ encoder; ``how`` is for :func:`random_model`."""
+        config = ChameleonConfig.from_dict(architecture)
+        config.vocabulary_map = names = config.vocabulary_map or chameleon_names(config.vq_config.num_embeddings)
+        model = random_model(ChameleonForConditionalGeneration, config, **how)
+        del model.model.vqmodel
+        return cls(model, byte_tokenizer({}, names.values()), name, resolution, size)
 
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional = []
@@ -134,12 +146,3 @@ class Lumina(SharedVocabulary):
         pixels = self.normalised(images, 2 ** (len(vq.config.channel_multiplier) - 1), vq.dtype)
         codes = torch.cat([vq.encode(image[None]).image_tokens for image in pixels])
         return codes.view(-1, self.grid.height, self.grid.width)
-
-
-def _per_head(tensors: dict[str, Tensor], config: ChameleonConfig) -> dict[str, Tensor]:
-    """Lumina-mGPT keeps query and key norms per group of heads, (1, head_dim) at 7B; Chameleon per head."""
-    for name, heads in (".q_norm.", config.num_attention_heads), (".k_norm.", config.num_key_value_heads):
-        for key in (key for key in tensors if name in key):
-            if heads % len(tensors[key]) == 0:
-                tensors[key] = tensors[key].repeat_interleave(heads // len(tensors[key]), 0)
-    return tensors

@@ -3,6 +3,6 @@
 Each has ``run(Run)``, and ``check(Run)``, which raises what can be known to be wrong before any stage has run.
 """
 
-from ssd_train.stages import cache, decode, export, train
+from ssd_train.stages import cache, decode, export, plan, train
 
-STAGES = {"cache": cache, "train": train, "export": export, "decode": decode}
+STAGES = {"plan": plan, "cache": cache, "train": train, "export": export, "decode": decode}

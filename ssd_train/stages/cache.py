@@ -61,6 +61,7 @@ def run(run: Run) -> None:
         if not cache.manifest_path.exists():
             cache.pin(identity(run) | _checks(run, prompts))
     cache.check(identity(run))
+    made = 0
     for wait in False, True:  # first what no other process is making, then what the others have not finished
         claimed = []
         for i in tqdm(missing, desc="cache", unit="shard", disable=wait):
@@ -71,8 +72,12 @@ def run(run: Run) -> None:
                     if cache.path(i).exists():
                         log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
                     cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
+                    made += 1
         missing = claimed
-    log.info("cache %s: %d samples in %d shards", cache.directory, len(prompts), len(shards))
+    log.info(
+        "cache %s is complete: %d samples in %d shards, %d of them made now",
+        cache.directory, len(prompts), len(shards), made,
+    )  # fmt: skip
 
 
 def _prompts(run: Run) -> list[Prompt]:

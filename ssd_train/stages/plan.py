@@ -1,0 +1,23 @@
+"""A run's memory and disk on paper, before anything is loaded: plan.json, and a table in plan.md."""
+
+import logging
+import os
+
+from ssd_train import plan
+from ssd_train.backbones.sketches import sketch
+from ssd_train.files import write_atomically
+from ssd_train.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def check(run: Run) -> None:
+    """Nothing can be known to be wrong that :func:`run` does not say at once."""
+
+
+def run(run: Run) -> None:
+    contents = plan.plan(run.cfg, plan.Sizes.of(sketch(run.cfg.model)), int(os.environ.get("WORLD_SIZE", 1)))
+    run.write_json("plan.json", contents)
+    table = plan.markdown(contents)
+    write_atomically(run.output / "plan.md", f"{table}\n".encode())
+    log.info("plan in %s\n%s", run.output / "plan.md", table)
