@@ -24,8 +24,8 @@ def main(cfg: config.Config) -> float | None:
     from ssd_train.run import Run
     from ssd_train.stages import STAGES
 
-    for pattern in ".*does not have many workers.*", ".*exists and is not empty.*", ".*LeafSpec.*":
-        warnings.filterwarnings("ignore", message=pattern)
+    for pattern in "does not have many workers", "exists and is not empty", "LeafSpec", "Cannot dispatch to fused":
+        warnings.filterwarnings("ignore", message=f".*{pattern}")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         cfg.output = HydraConfig.get().runtime.output_dir

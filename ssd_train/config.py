@@ -64,6 +64,7 @@ class HeadConfig:
     k_vertical: int = 5
     hidden: int | None = None  # 2 * width of the backbone
     space: Space = Space.latent
+    context: int = 1  # neighbours in the row above that a vertical head sees; odd
     loss: LossConfig = field(default_factory=LossConfig)
     condition_drop: float = 0.1  # share of samples trained on their unconditional stream
     lr: float = 1e-4
@@ -119,6 +120,13 @@ def register() -> None:
     """Makes the schema and resolvers known to Hydra. ``${shipped:tiny}`` is a folder that comes with the project."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("shipped", lambda name: str(data_dir() / name), replace=True)
+    OmegaConf.register_new_resolver("folder", _folder, replace=True)
+
+
+def _folder(overrides: str) -> str:
+    """A sweep's overrides as the name of one folder, not too long for a file system."""
+    name = overrides.replace("/", "_")
+    return name if len(name) <= 200 else f"{name[:180]}...{fingerprint(name)}"
 
 
 def _packaged(name: str) -> Path:

@@ -28,6 +28,9 @@ class HeadSpec:
     ``space`` "latent" predicts states; "token" is the baseline that predicts logits with a trained vocabulary
     projection of its own instead of the frozen readout. ``state_scale`` and ``embedding_scale`` are the standard
     deviations of H and of the embeddings in the training cache: predictors see and predict unit-scale numbers.
+
+    ``context`` (odd) is how many neighbours in the source's row a vertical head sees, the source in the middle; 1 is
+    the published predictor. Horizontal heads see their source alone: what is to its right is not there yet.
     """
 
     width: int
@@ -36,6 +39,7 @@ class HeadSpec:
     k_vertical: int = 5
     hidden: int = 0
     space: str = "latent"
+    context: int = 1
     state_scale: float = 1.0
     embedding_scale: float = 1.0
 
@@ -46,6 +50,8 @@ class HeadSpec:
             )
         if self.space not in ("latent", "token"):
             raise ValueError(f"space is {self.space!r}; expected 'latent' or 'token'")
+        if self.context < 1 or self.context % 2 == 0:
+            raise ValueError(f"context is {self.context}; expected an odd number, 1 or more")
         if self.state_scale <= 0 or self.embedding_scale <= 0:
             raise ValueError(f"scales must be positive, got {self.state_scale} and {self.embedding_scale}")
         if not self.hidden:
@@ -60,18 +66,19 @@ class HeadSpec:
 class Predictor(nn.Module):
     """f(z) = W0 z + W2(SiLU(W1 n) * W3 n), n = RMSNorm(W0 z): z [..., 2d] -> [..., d]. 3dm + 2d^2 + d parameters.
 
-    Starts as the identity on the state: W0 = [I, 0], W2 = 0.
+    Starts as the identity on the source's state: W0 = [I, 0], W2 = 0. With ``context`` neighbours z is [..., 2dc].
     """
 
-    def __init__(self, width: int, hidden: int):
+    def __init__(self, width: int, hidden: int, context: int = 1):
         super().__init__()
-        self.w0 = nn.Linear(2 * width, width, bias=False)
+        self.w0 = nn.Linear(2 * width * context, width, bias=False)
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.w1 = nn.Linear(width, hidden, bias=False)
         self.w3 = nn.Linear(width, hidden, bias=False)
         self.w2 = nn.Linear(hidden, width, bias=False)
         with torch.no_grad():
-            self.w0.weight.copy_(torch.eye(width, 2 * width))
+            self.w0.weight.zero_()
+            self.w0.weight[:, (context // 2) * 2 * width :][:, :width].copy_(torch.eye(width))
             self.w2.weight.zero_()
 
     def forward(self, z: Tensor) -> Tensor:
@@ -87,12 +94,18 @@ class Heads(nn.Module):
         super().__init__()
         self.spec = spec
         self.predictors = nn.ModuleDict(
-            {name(direction, offset): Predictor(spec.width, spec.hidden) for direction, offset in spec.offsets()}
+            {
+                name(direction, offset): Predictor(spec.width, spec.hidden, self.context(direction))
+                for direction, offset in spec.offsets()
+            }
         )
         self.vocabulary_projections = nn.ModuleDict()
         if spec.space == "token":
             for key in self.predictors:
                 self.vocabulary_projections[key] = nn.Linear(spec.width, spec.vocabulary, bias=False)
+
+    def context(self, direction: Direction) -> int:
+        return self.spec.context if direction is Direction.VERTICAL else 1
 
     def inputs(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """z = [H ; e(t)] at unit scale: two [..., d] -> [..., 2d]."""
@@ -120,6 +133,16 @@ class Heads(nn.Module):
 def name(direction: Direction, offset: int) -> str:
     """'vertical_1': how a head is called in tensors, logs and reports."""
     return f"{direction}_{offset}"
+
+
+def widen(z: Tensor, context: int) -> Tensor:
+    """Puts each column's ``context`` neighbours, left to right, side by side, zeros beyond the edge:
+    [..., w, k] -> [..., w, context k]."""
+    if context == 1:
+        return z
+    reach = context // 2
+    padded = F.pad(z, (0, 0, reach, reach))
+    return torch.cat([padded[..., i : i + z.shape[-2], :] for i in range(context)], -1)
 
 
 def source_rectangle(grid: Grid, direction: Direction, offset: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ssd_train.datamodule import Batch
 from ssd_train.distributions import Sampling, acceptance_rate, guide, guided_probabilities
 from ssd_train.draws import uniform
 from ssd_train.grid import Grid
-from ssd_train.heads import Direction, Heads, name, pairs
+from ssd_train.heads import Direction, Heads, name, pairs, widen
 
 
 class HeadModule(L.LightningModule):
@@ -86,9 +86,8 @@ class HeadModule(L.LightningModule):
 
     def _rectangles(self, hidden: Tensor, tokens: Tensor, direction: Direction, offset: int) -> tuple[Tensor, Tensor]:
         """Inputs z and target states of one head from states [..., h, w, d] and tokens [..., h, w]."""
-        source, target = pairs(hidden, self.grid, direction, offset)
-        source_tokens, _ = pairs(tokens[..., None], self.grid, direction, offset)
-        return self.heads.inputs(source, self.output.embed(source_tokens[..., 0])), target
+        z = widen(self.heads.inputs(hidden, self.output.embed(tokens)), self.heads.context(direction))
+        return pairs(z, self.grid, direction, offset)[0], pairs(hidden, self.grid, direction, offset)[1]
 
     def _guided(self, batch: Batch, direction: Direction, offset: int) -> tuple[Tensor, Tensor]:
         """(p, draft logits), both guided and at the sampling temperature, [B, h', w', V]. The drafts' own top-k and
@@ -129,8 +128,9 @@ class HeadModule(L.LightningModule):
 
     def configure_optimizers(self) -> dict:
         s = self.settings
+        fused = "mixed" not in str(self.trainer.precision)  # there, Lightning cannot clip gradients for a fused one
         optimizer = torch.optim.AdamW(
-            self.heads.parameters(), lr=s.lr, betas=tuple(s.betas), weight_decay=s.weight_decay, fused=True
+            self.heads.parameters(), lr=s.lr, betas=tuple(s.betas), weight_decay=s.weight_decay, fused=fused
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(step, self.steps, s.warmup_steps, s.min_lr / s.lr)

@@ -16,7 +16,7 @@ from ssd_train.backbones.base import Backbone
 from ssd_train.backbones.sketches import sketch
 from ssd_train.config import Config, Space
 from ssd_train.grid import Grid
-from ssd_train.heads import Heads, HeadSpec, source_rectangle
+from ssd_train.heads import Direction, Heads, HeadSpec, source_rectangle
 from ssd_train.shards import CacheDtype, sample_bytes
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,16 @@ class Sizes:
 # -- heads --------------------------------------------------------------------------------------------------------
 
 
-def head_spec(cfg: Config, sizes: Sizes) -> HeadSpec:
+def head_spec(cfg: Config, s: Sizes) -> HeadSpec:
     head = cfg.head
     return HeadSpec(
-        sizes.width, sizes.vocabulary, head.k_horizontal, head.k_vertical, head.hidden or 0, head.space.name
+        width=s.width,
+        vocabulary=s.vocabulary,
+        k_horizontal=head.k_horizontal,
+        k_vertical=head.k_vertical,
+        hidden=head.hidden or 0,
+        space=head.space.name,
+        context=head.context,
     )
 
 
@@ -128,8 +134,9 @@ def judgement(s: Sizes, images: int, items: int) -> int:
 
 
 def sampling(s: Sizes, images: int) -> int:
-    """AR."""
-    step = max(one_pass(s, images, PROMPT, PROMPT), judgement(s, images, 1))
+    """AR, which feeds an end-of-line token with the token before it."""
+    token = one_pass(s, images, 1 + s.grid.end_of_line, s.slots)
+    step = max(one_pass(s, images, PROMPT, PROMPT), token, judgement(s, images, 1))
     return kv_cache(s, images) + states(s, images) + step
 
 
@@ -171,22 +178,27 @@ def decode_stage(s: Sizes, images: int, heads: int) -> int:
 def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str) -> int:
     """What the graph of all heads keeps until the backward pass, and that pass's own largest step.
 
-    A head keeps z (2d), its projection and norm, four hidden tensors (m), and two or three d around the loss; KL and
-    total variation keep that for both streams, and two tensors of V. Mixed precision halves the hidden ones.
+    A head keeps z (2d, times its context) of the whole grid and, where its target is on the grid, z's projection and
+    norm, four hidden tensors (m), and up to three d around the loss. KL and total variation need both streams of that,
+    and tensors of V. Mixed precision halves z and the hidden ones.
     """
     m, d, v = spec.hidden, spec.width, spec.vocabulary
-    narrow = 2 if "mixed" in precision or precision in ("bf16-true", "16-true") else 4
-    one_stream = 4 * m * narrow + 7 * d * 4
-    position, largest = 0, 4 * max(3 * m, 6 * d)
+    narrow = 2 if "16" in precision else 4
     if spec.space == Space.token.name:
-        position, largest = one_stream + v * narrow, 3 * v * 4
+        streams, around, logits, step = 1, 3, v * narrow, 3 * v * 4
     else:
-        if loss["smooth_l1"]:
-            position += one_stream
-        if loss["kl"] or loss["total_variation"]:
-            position, largest = position + 2 * one_stream + 2 * v * 4, 4 * v * 4
-    counts = [rows * columns for rows, columns in (source_rectangle(s.grid, *pair) for pair in spec.offsets())]
-    return images * (sum(counts) * position + max(counts) * largest)
+        through_readout = bool(loss["kl"]) + bool(loss["total_variation"])
+        streams, around = bool(loss["smooth_l1"]) + 2 * bool(through_readout), 5
+        logits = (1 + through_readout) * v * 4 if through_readout else 0
+        step = 4 * max(3 * m, 6 * d, 4 * v * bool(through_readout))
+    kept = largest = 0
+    for direction, offset in spec.offsets():
+        rows, columns = source_rectangle(s.grid, direction, offset)
+        context = spec.context if direction is Direction.VERTICAL else 1
+        kept += s.grid.size * streams * 2 * context * d * narrow
+        kept += rows * columns * (streams * (4 * m * narrow + around * d * 4) + logits)
+        largest = max(largest, rows * columns * step)
+    return images * (kept + largest)
 
 
 def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: bool = False) -> int:
@@ -235,8 +247,11 @@ def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
     """Everything above for one run, as JSON; ``gpus`` train together."""
     by_head = head_parameters(head_spec(cfg, s))
     published = cfg.model.get("published")
-    samples = {"cache.samples": cfg.cache.samples} | ({"published": published.samples} if published else {})
-    worlds = sorted({1, gpus, *([published.gpus] if published else [])})
+    samples = {"cache.samples": cfg.cache.samples}
+    trainings = {(1, cfg.train.batch_size), (gpus, cfg.train.batch_size)}
+    if published:
+        samples["published"] = published.samples
+        trainings.add((published.gpus, published.batch_size))
     batches = {setting: batch for setting, (batch, _) in needs(cfg, s).items()}
     cards = {}
     for card, memory in CARDS.items():
@@ -262,13 +277,15 @@ def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
             for name, count in samples.items()
         },
         "heads": {"count": len(by_head), "largest": max(by_head.values()), "parameters": sum(by_head.values())},
-        "training": {
-            str(world): {
-                "ddp": train_stage(cfg, s, cfg.train.batch_size, world),
-                "fsdp": train_stage(cfg, s, cfg.train.batch_size, world, sharded=True),
+        "training": [
+            {
+                "gpus": world,
+                "batch_size": batch,
+                "ddp": train_stage(cfg, s, batch, world),
+                "fsdp": train_stage(cfg, s, batch, world, sharded=True),
             }
-            for world in worlds
-        },
+            for world, batch in sorted(trainings)
+        ],
         "cards": cards,
     }  # fmt: skip
 
@@ -277,7 +294,7 @@ def markdown(plan: dict) -> str:
     """The same for people."""
     kv, heads, batch = plan["kv_cache"], plan["heads"], plan["batch_sizes"]
     rows = {
-        "parameters": f"{plan['parameters'] / 1e9:.3g}B, {_size(plan['weights'])} in memory",
+        "parameters": f"{plan['parameters'] / 1e6:,.1f}M, {_size(plan['weights'])} in memory",
         "KV cache": f"{kv['token_a_row'] / 1024:.4g} KiB a token a row, {_size(kv['image'])} an image (both streams)",
     }
     for key in "cache.batch_size", "decode.batch_size":
@@ -288,10 +305,10 @@ def markdown(plan: dict) -> str:
     for name, entry in plan["cache"].items():
         sizes = ", ".join(f"{_size(entry[dtype])} as {dtype}" for dtype in CacheDtype)
         rows[f"cache on disk, {entry['samples']} samples ({name})"] = sizes
-    for world, entry in plan["training"].items():
+    for entry in plan["training"]:
         shares = f"{_size(entry['ddp'])} with DDP, {_size(entry['fsdp'])} with FSDP"
-        rows[f"training, a GPU of {world}, train.batch_size={batch['train.batch_size']}"] = (
-            shares if int(world) > 1 else _size(entry["ddp"])
+        rows[f"training, a GPU of {entry['gpus']}, {entry['batch_size']} images each"] = (
+            shares if entry["gpus"] > 1 else _size(entry["ddp"])
         )
     height, width = plan["grid"]
     lines = [f"# {plan['model']}: {height} x {width} tokens{', end-of-line tokens' * plan['end_of_line']}", ""]
@@ -312,7 +329,7 @@ def _verdict(entry: dict, weights_fit: bool) -> str:
 
 
 def _size(n: int) -> str:
-    return f"{n / GB:.3g} GB" if n >= GB / 10 else f"{n / 1e6:.3g} MB"
+    return f"{n / GB:,.{1 if n < 100 * GB else 0}f} GB" if n >= GB else f"{n / 1e6:,.0f} MB"
 
 
 def device_memory(device: torch.device) -> int:
@@ -337,7 +354,7 @@ def check_fit(cfg: Config, s: Sizes, memory: int, device: str) -> None:
     have = f"{memory / GB:.1f} GB on {device}"
     if s.weights > memory:
         raise ValueError(
-            f"{cfg.model.name} does not fit: its weights alone are {s.weights / GB:.1f} GB in this dtype, and there are "
+            f"{cfg.model.name} does not fit: its weights alone are {s.weights / GB:.1f} GB, and there are "
             f"{have}; use another device, or a narrower model.backbone.dtype"
         )
     stages = {stage.name for stage in cfg.stages}

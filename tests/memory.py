@@ -2,7 +2,6 @@
 
 import weakref
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -35,16 +34,3 @@ class Peak(TorchDispatchMode):
 
     def _free(self, size):
         self.live -= size
-
-
-if __name__ == "__main__":
-    with Peak() as peak, torch.inference_mode():
-        a = torch.zeros(1000)
-        b = a + 1
-        del a
-        c = b[:10]
-        c += 1
-        d = torch.zeros(500)
-        del b
-        e = torch.zeros(100)
-    print(peak.bytes, peak.live)

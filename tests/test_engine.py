@@ -188,3 +188,28 @@ def test_errors_name_the_value_and_the_mend(backbone, heads):
         Rows(rounds=None)
     with pytest.raises(ValueError, match="chunk is 0; expected at least 1"):
         Rows(chunk=0)
+
+
+def test_wide_heads_see_in_decoding_what_they_saw_in_training(backbone):
+    """A vertical head with three neighbours: the drafter's z equals the training grid's, edges included."""
+    from ssd_train.heads import Direction, pairs, widen
+
+    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=1, k_vertical=1, context=3)).double()
+    seen = {}
+
+    class Spy(HeadDrafter):
+        def _inputs(self, state, sample, position, context):
+            z = super()._inputs(state, sample, position, context)
+            if context > 1:
+                seen.update(zip(position.tolist(), z.unbind(1), strict=True))
+            return z
+
+    decoder = Decoder(Rows(rounds=0, chunk=1), Spy(), Strict()).bind(backbone, heads)
+    decoded = decoder(backbone, micro.prompts(1), [3], SAMPLING)
+    grid = backbone.grid
+    hidden = decoded.hidden.unflatten(2, (grid.height, grid.width))
+    z = widen(heads.inputs(hidden, backbone.embed(decoded.tokens).expand(2, -1, -1, -1, -1)), 3)
+    expected = pairs(z, grid, Direction.VERTICAL, 1)[0].flatten(2, 3)[:, 0]
+    assert set(seen) == {p for p in range(grid.size - grid.width) if p % grid.width}
+    for position, mine in seen.items():
+        assert torch.allclose(mine, expected[:, position], atol=1e-12)

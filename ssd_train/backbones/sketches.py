@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from hydra.utils import get_class
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -28,7 +28,7 @@ def sketch(model: DictConfig, device: str = "meta") -> "Backbone":
     ``model.architecture``. Raises ValueError if there is neither, or the adapter has no ``sketch``.
     """
     target = model.backbone._target_.rpartition(".")[0]
-    adapter = get_class(target)
+    adapter = get_object(target)
     if not hasattr(adapter, "sketch"):
         raise ValueError(f"the size of {model.name} is not known before it is loaded: {target} has no sketch()")
     settings = OmegaConf.to_container(model.backbone, resolve=True)

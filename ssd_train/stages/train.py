@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
@@ -23,15 +24,23 @@ log = logging.getLogger(__name__)
 
 
 class Progress(TQDMProgressBar):
-    """Its total is that of the whole training, also in a run that resumes one."""
+    """Shows the whole training, also in a run that resumes one."""
 
     @property
     def total_train_batches(self) -> int:
         return self.trainer.max_steps * self.trainer.accumulate_grad_batches
 
+    def init_train_tqdm(self) -> Tqdm:
+        bar = super().init_train_tqdm()
+        bar.total = self.total_train_batches
+        bar.initial = bar.n = self.trainer.global_step * self.trainer.accumulate_grad_batches
+        return bar
+
 
 def check(run: Run) -> None:
-    """Raises ValueError for settings that Lightning refuses."""
+    """Raises ValueError for settings that Lightning refuses, InstantiationException for a logger that is not there."""
+    if run.cfg.logger:
+        instantiate(run.cfg.logger)
     try:
         make_trainer(run, steps=1, logger=False)
     except (TypeError, ValueError, MisconfigurationException) as error:
@@ -61,10 +70,11 @@ def run(run: Run) -> float:
     )  # fmt: skip
     module = HeadModule(heads, run.backbone.output, run.backbone.grid, run.sampling, run.cfg.head, steps, run.cfg.seed)
     trainer.fit(module, data, ckpt_path=_resume_from(run), weights_only=True)
-    trainer.save_checkpoint(run.checkpoint)  # with head.ema, its "state_dict" holds the averaged weights
+    # With head.ema, a checkpoint's "state_dict" holds the averaged weights, and these are validated.
+    trainer.save_checkpoint(run.checkpoint, weights_only=False)
     if trainer.global_step < steps:
         raise RuntimeError(f"training stopped at step {trainer.global_step} of {steps}; run the same command to go on")
-    trainer.validate(module, data, verbose=False)  # likewise of the averaged weights
+    trainer.validate(module, data, verbose=False)
     metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation")}
     run.write_json(
         "training.json",
@@ -91,6 +101,7 @@ def make_heads(run: Run, data: HeadDataModule) -> Heads:
             k_vertical=cfg.k_vertical,
             hidden=cfg.hidden or 0,
             space=cfg.space.name,
+            context=cfg.context,
             state_scale=state_scale,
             embedding_scale=embedding_scale,
         )
@@ -131,7 +142,7 @@ def make_trainer(run: Run, steps: int, logger: Logger | bool) -> L.Trainer:
         logger=logger,
         default_root_dir=run.output,
         enable_model_summary=False,
-        **cfg.trainer,
+        **OmegaConf.to_container(cfg.trainer, resolve=True),
     )
 
 

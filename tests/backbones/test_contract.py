@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import example_backbone
 import micro
 import micro_emu3
 import micro_lumina
@@ -25,7 +26,6 @@ EXACT = 1e-12  # of the largest number compared; float64
 WRONG = 1e-2
 
 
-
 def janus(**kwargs):
     made = micro.janus(**kwargs)
     with torch.no_grad():
@@ -36,7 +36,21 @@ def janus(**kwargs):
     return made
 
 
-BUILD = {"janus": janus, "lumina": micro_lumina.lumina, "emu3": micro_emu3.emu3}
+def example(**kwargs):
+    codec = dict(embed_dim=4, base_channels=32, channel_multiplier=[1, 1], latent_channels=32, num_res_blocks=0)
+    architecture = dict(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vq=codec | {"num_embeddings": 7},
+    )
+    return example_backbone.LlamaGen.sketch(architecture, grid=(3, 4), dtype="float64", device="cpu", **kwargs)
+
+
+BUILD = {"janus": janus, "lumina": micro_lumina.lumina, "emu3": micro_emu3.emu3, "example": example}
 
 
 def prompts_of(backbone):

@@ -34,25 +34,36 @@ class HeadDrafter(Drafter):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, pair in enumerate(offset):
             groups.setdefault(pair, []).append(i)
-        backbone, at = state.backbone, (source.sample, source.position)
-        z = self.heads.inputs(state.hidden[:, *at], backbone.embed(state.tokens[at]).expand(2, -1, -1))
         if len(groups) == 1:
-            logits = self._logits(state, items, offset[0], z)
+            logits = self._logits(state, items, source, offset[0], slice(None))
         else:
-            logits = torch.empty(2, len(offset), backbone.vocabulary, dtype=state.q.dtype, device=state.device)
+            shape = 2, len(offset), state.backbone.vocabulary
+            logits = torch.empty(shape, dtype=state.q.dtype, device=state.device)
             for pair, members in groups.items():
                 chosen = torch.tensor(members, device=state.device)
-                logits[:, chosen] = self._logits(state, items, pair, z[:, chosen])
+                logits[:, chosen] = self._logits(state, items, source, pair, chosen)
         return guided_probabilities(logits, state.sampling)
 
-    def _logits(self, state, items, offset: tuple[int, int], z: Tensor) -> Tensor:
-        """z [2, n, 2d] -> draft logits [2, n, V]"""
+    def _logits(self, state, items, source, offset: tuple[int, int], chosen: Tensor | slice) -> Tensor:
+        """Draft logits [2, n, V] of the n chosen items, which are all at one offset."""
         rows, columns = offset
         if (rows == 0) == (columns == 0) or rows < 0 or columns < 0:
             raise ValueError(f"no head drafts {rows} rows down and {columns} columns right; one of them must be 0")
-        head = (Direction.VERTICAL, rows) if rows else (Direction.HORIZONTAL, columns)
+        direction = Direction.VERTICAL if rows else Direction.HORIZONTAL
+        z = self._inputs(state, source.sample[chosen], source.position[chosen], self.heads.context(direction))
         if not self.chain:
-            return self.heads.logits(*head, z, state.backbone.readout)
-        predicted = self.heads(*head, z) * self.heads.spec.state_scale
-        state.hidden[:, items.sample, items.position] = predicted
+            return self.heads.logits(direction, rows or columns, z, state.backbone.readout)
+        predicted = self.heads(direction, rows or columns, z) * self.heads.spec.state_scale
+        state.hidden[:, items.sample[chosen], items.position[chosen]] = predicted
         return state.backbone.readout(predicted)
+
+    def _inputs(self, state, sample: Tensor, position: Tensor, context: int) -> Tensor:
+        """z [2, n, 2dc] of sources [n] and their neighbours in the row, zeros beyond its ends."""
+        near = torch.arange(context, device=state.device) - context // 2
+        column = position[:, None] % state.grid.width + near
+        at = (sample[:, None], (position[:, None] + near).clamp(0, state.grid.size - 1))
+        embedded = state.backbone.embed(state.tokens[at]).expand(2, -1, -1, -1)
+        z = self.heads.inputs(state.hidden[:, *at], embedded)
+        if context > 1:
+            z = z * ((column >= 0) & (column < state.grid.width))[..., None]
+        return z.flatten(2)

@@ -6,8 +6,8 @@ from ssd_train.grid import Grid
 
 class ParallelJacobi(Schedule):
     """Each row has a window of up to ``length`` - 1 drafts, settled up to the first rejection as in SJD; a row starts
-    when ``lag`` tokens of the row above are settled. Until the row above ends, the token above its end stands in for it.
-    New drafts come from the position above, in the first row from the left (drafter: Copy); those after a rejection
+    when ``lag`` tokens of the row above are settled. Until the row above ends, the token above its end stands in for
+    it. New drafts come from the position above, in the first row from the left (drafter: Copy); those after a rejection
     keep their own judgement (the coupled form). Lossy: tokens are settled before what lies to their upper right is."""
 
     adaptive = True
