@@ -81,7 +81,7 @@ class TrainConfig:
     batch_size: int = 32
     precision: str = "32-true"
     gradient_clip: float = 1.0
-    workers: int = 1
+    workers: int = 1  # also decides the order of samples
     shuffle_buffer: int = 256  # samples
     validate_every: int = 200  # steps; and once at the end
     validation_samples: int = 64
@@ -221,6 +221,8 @@ def check(cfg: Config) -> None:
         raise ValueError(f"stages is empty; expected some of {[stage.name for stage in Stage]}")
     if cfg.head.k_horizontal + cfg.head.k_vertical == 0:
         raise ValueError("head.k_horizontal and head.k_vertical are both 0; expected at least one head")
+    if cfg.head.context < 1 or cfg.head.context % 2 == 0:
+        raise ValueError(f"head.context is {cfg.head.context}; expected an odd number of neighbours, 1 or more")
     if not 0 <= cfg.head.condition_drop <= 1:
         raise ValueError(f"head.condition_drop is {cfg.head.condition_drop}; expected a share between 0 and 1")
     if not 0 < cfg.head.min_lr <= cfg.head.lr:

@@ -100,28 +100,35 @@ class HeadModule(L.LightningModule):
 
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Smooth L1 on the conditional stream, and by head: the acceptance rate sum_v min(p, q) on the guided
-        distributions and top-1 agreement. One row of the grid at a time, for the memory's sake."""
+        """By head: Smooth L1 (in token space cross-entropy) on the conditional stream, the acceptance rate
+        sum_v min(p, q) on the guided distributions, and top-1 agreement. One row of the grid at a time, for the
+        memory's sake."""
         hidden, tokens = batch["hidden"].transpose(0, 1), batch["tokens"].expand(2, -1, -1, -1)
         size = len(batch["index"])
         rates = []
         for direction, offset in self.heads.spec.offsets():
             z, target = self._rectangles(hidden, tokens, direction, offset)
-            accepted, agreed = [], []
-            for z_row, target_row in zip(z.unbind(2), target.unbind(2), strict=True):
-                p = guided_probabilities(self.output.readout(target_row), self.sampling)
-                q = guided_probabilities(
-                    self.heads.logits(direction, offset, z_row, self.output.readout), self.sampling
-                )
-                accepted.append(acceptance_rate(p, q).mean())
-                agreed.append((p.argmax(-1) == q.argmax(-1)).float().mean())
-            rates.append(torch.stack(accepted).mean())
-            head = name(direction, offset)
-            self.log(f"validation/acceptance/{head}", rates[-1], batch_size=size, sync_dist=True)
-            self.log(f"validation/top1/{head}", torch.stack(agreed).mean(), batch_size=size, sync_dist=True)
-            if self.heads.spec.space == "latent":
-                loss = losses.smooth_l1(self.heads(direction, offset, z[0]), target[0] / self.heads.spec.state_scale)
-                self.log(f"validation/smooth_l1/{head}", loss, batch_size=size, sync_dist=True)
+            target_tokens = pairs(batch["tokens"][..., None], self.grid, direction, offset)[1][..., 0]
+            rows: dict[str, list[Tensor]] = {}
+            for y in range(z.shape[2]):
+                logits = self.heads.logits(direction, offset, z[:, :, y], self.output.readout)
+                p = guided_probabilities(self.output.readout(target[:, :, y]), self.sampling)
+                q = guided_probabilities(logits, self.sampling)
+                figures = {
+                    "acceptance": acceptance_rate(p, q).mean(),
+                    "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
+                }
+                if self.heads.spec.space == "token":
+                    figures["cross_entropy"] = losses.cross_entropy(logits[0], target_tokens[:, y])
+                else:
+                    predicted = self.heads(direction, offset, z[0, :, y])
+                    figures["smooth_l1"] = losses.smooth_l1(predicted, target[0, :, y] / self.heads.spec.state_scale)
+                for figure, value in figures.items():
+                    rows.setdefault(figure, []).append(value)
+            means = {figure: torch.stack(values).mean() for figure, values in rows.items()}
+            rates.append(means["acceptance"])
+            for figure, value in means.items():
+                self.log(f"validation/{figure}/{name(direction, offset)}", value, batch_size=size, sync_dist=True)
         self.log("validation/acceptance", torch.stack(rates).mean(), batch_size=size, prog_bar=True, sync_dist=True)
 
     # -- optimiser ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 B images a batch, R = 2B rows (both CFG streams), S slots of the KV cache, L image tokens, d width, m width of a head's
 hidden layer, V image vocabulary. Everything is in bytes; GB are 10^9. What the formulas leave out (scratch space of
-kernels, fragmentation, the CUDA context) is why cards are counted at less than they report.
+kernels, fragmentation, the CUDA context) is why cards are counted at a little less than they have.
 """
 
 import logging
@@ -52,9 +52,11 @@ class Sizes:
         config = backbone.decoder.config
         tensors = [*backbone.parameters(), *backbone.buffers()]
         output = [*backbone.output.parameters(), *backbone.output.buffers()]
+        with backbone.intact() as model:
+            parameters = sum(p.numel() for p in model.parameters())
         return cls(
             grid=backbone.grid,
-            parameters=sum(p.numel() for p in backbone.model.parameters()),
+            parameters=parameters,
             weights=sum(t.numel() * t.element_size() for t in tensors),
             output=sum(t.numel() for t in output),
             width=backbone.width,
@@ -290,11 +292,11 @@ def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
     }  # fmt: skip
 
 
-def markdown(plan: dict) -> str:
+def markdown(contents: dict) -> str:
     """The same for people."""
-    kv, heads, batch = plan["kv_cache"], plan["heads"], plan["batch_sizes"]
+    kv, heads, batch = contents["kv_cache"], contents["heads"], contents["batch_sizes"]
     rows = {
-        "parameters": f"{plan['parameters'] / 1e6:,.1f}M, {_size(plan['weights'])} in memory",
+        "parameters": f"{contents['parameters'] / 1e6:,.1f}M, {_size(contents['weights'])} in memory",
         "KV cache": f"{kv['token_a_row'] / 1024:.4g} KiB a token a row, {_size(kv['image'])} an image (both streams)",
     }
     for key in "cache.batch_size", "decode.batch_size":
@@ -302,20 +304,20 @@ def markdown(plan: dict) -> str:
     rows["heads"] = (
         f"{heads['count']}, {heads['parameters'] / 1e6:.4g}M parameters, {heads['largest'] / 1e6:.4g}M the largest"
     )
-    for name, entry in plan["cache"].items():
+    for name, entry in contents["cache"].items():
         sizes = ", ".join(f"{_size(entry[dtype])} as {dtype}" for dtype in CacheDtype)
         rows[f"cache on disk, {entry['samples']} samples ({name})"] = sizes
-    for entry in plan["training"]:
+    for entry in contents["training"]:
         shares = f"{_size(entry['ddp'])} with DDP, {_size(entry['fsdp'])} with FSDP"
         rows[f"training, a GPU of {entry['gpus']}, {entry['batch_size']} images each"] = (
             shares if entry["gpus"] > 1 else _size(entry["ddp"])
         )
-    height, width = plan["grid"]
-    lines = [f"# {plan['model']}: {height} x {width} tokens{', end-of-line tokens' * plan['end_of_line']}", ""]
+    height, width = contents["grid"]
+    lines = [f"# {contents['model']}: {height} x {width} tokens{', end-of-line tokens' * contents['end_of_line']}", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())]
     settings = " | ".join(f"{key}={n}" for key, n in batch.items())
     lines += ["", f"| one card | {settings} |", "|---" * (1 + len(batch)) + "|"]
-    for card, entry in plan["cards"].items():
+    for card, entry in contents["cards"].items():
         cells = " | ".join(_verdict(entry[key], entry["weights_fit"]) for key in batch)
         lines.append(f"| {card}, {_size(entry['memory'])} | {cells} |")
     return "\n".join(lines)
@@ -333,9 +335,9 @@ def _size(n: int) -> str:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, or the machine's memory."""
+    """Bytes that are free on a GPU, but for a twentieth that fragments; or the machine's memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return int(0.95 * torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

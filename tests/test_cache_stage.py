@@ -171,6 +171,7 @@ def test_too_few_samples_for_a_validation_prompt_are_refused_first(make_run, tmp
     with pytest.raises(ValueError, match=r"none of the first 10 prompts is a validation one; raise cache.samples"):
         stage.check(run)
     assert not (tmp_path / "cache").exists()
+    stage.run(make_run(tmp_path, "cache.samples=10", "stages=[cache]"))
 
 
 def test_states_after_the_norm_are_refused(make_run, tmp_path):
@@ -363,7 +364,7 @@ def test_more_samples_extend_a_cache_and_fewer_leave_it(cached, make_run, tmp_pa
 def test_a_cache_made_with_something_else_is_refused_by_name(copied, make_run, override, line):
     before = contents(copied / "cache")
     with pytest.raises(CacheError, match=line) as caught:
-        stage.run(make_run(copied, override))
+        stage.run(make_run(copied, override, "stages=[cache]"))
     assert len(str(caught.value).splitlines()) == 3
     assert contents(copied / "cache") == before
 

@@ -203,6 +203,7 @@ def test_without_a_model_the_choices_are_listed(main, nothing_runs):
         ("head.k_horizontal=0 head.k_vertical=0 decoder=ar", "are both 0; expected at least one head"),
         ("head.k_vertical=-2", "head.k_vertical is -2; expected at least 0"),
         ("head.hidden=0", "head.hidden is 0; expected at least 1"),
+        ("head.context=2", "head.context is 2; expected an odd number of neighbours, 1 or more"),
         ("head.condition_drop=1.5", "head.condition_drop is 1.5; expected a share between 0 and 1"),
         ("head.lr=1e-6", "head.min_lr=1e-05, head.lr=1e-06; expected 0 < min_lr <= lr"),
         ("head.betas=[0.9]", r"head.betas is \[0.9\]; expected two numbers in \[0, 1\)"),
@@ -272,6 +273,16 @@ def test_the_command_line_exits_with_one_and_one_message(tmp_path):
     assert done.stdout == ""
     assert re.fullmatch(r"head.k_verticl=3: head has no setting .*did you mean k_vertical\?.*\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_heads_that_reach_over_the_grid_are_refused_before_anything_is_cached(make_run, tmp_path):
+    from ssd_train.stages import cache, train
+
+    for override in "head.k_horizontal=4", "head.k_vertical=4":
+        for stage in cache, train:
+            with pytest.raises(ValueError, match=r"expected less than the width and height of micro's 4x4 grid"):
+                stage.run(make_run(tmp_path, override))
+        assert list((tmp_path / "cache").glob("*.tar")) == []
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def exported(backbone, tmp_path):
     return tmp_path / "heads"
 
 
-@pytest.mark.parametrize("settings", [{}, {"hidden": 5}, {"space": "token"}, {"state_scale": 37.5}])
+@pytest.mark.parametrize("settings", [{}, {"hidden": 5}, {"space": "token"}, {"state_scale": 37.5}, {"context": 3}])
 def test_a_round_trip_is_exact(backbone, tmp_path, settings):
     heads = make_heads(backbone, **settings)
     save_heads(tmp_path, heads, backbone, TRAINING)

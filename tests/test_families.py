@@ -9,22 +9,34 @@ import time
 from pathlib import Path
 
 import example_backbone
+import micro
+import micro_emu3
+import micro_lumina
 import pytest
+import torch
 import yaml
+from hydra.utils import instantiate
 from safetensors.torch import load_file
 from test_plan import composed
 
-from ssd_train.backbones.sketches import byte_tokenizer, random_model
+from ssd_train.backbones.emu3 import Emu3
+from ssd_train.backbones.janus import Janus
+from ssd_train.backbones.lumina import Lumina
+from ssd_train.backbones.sketches import byte_tokenizer, random_model, sketch
+from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.distributions import Sampling
+from ssd_train.metrics import negative_log_likelihood
+from ssd_train.run import Run
 
 ROOT = Path(__file__).parents[1]
 
 
-def command(directory, *overrides, offline=True):
+def command(directory, *overrides):
     """``python -m ssd_train`` in a directory of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    environment["HF_HUB_OFFLINE"] = "1" if offline else "0"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     return subprocess.run(
-        [sys.executable, "-m", "ssd_train", "device=cpu", "threads=1", *overrides],
+        [sys.executable, "-m", "ssd_train", *overrides, "device=cpu", "threads=1"],
         cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
@@ -63,12 +75,6 @@ def test_the_whole_pipeline(family, tmp_path):
 @pytest.mark.parametrize("family", GRIDS)
 def test_logits_of_the_smoke_models_are_far_from_flat(family):
     """Or any decoder would look right."""
-    from ssd_train.backbones.sketches import sketch
-    from ssd_train.decoding.engine import Decoder
-    from ssd_train.decoding.schedules.ar import Autoregressive
-    from ssd_train.distributions import Sampling
-    from ssd_train.metrics import negative_log_likelihood
-
     cfg = composed(f"+experiment=smoke_{family}")
     backbone, sampling = sketch(cfg.model, "cpu"), Sampling(**cfg.model.sampling)
     prompts = backbone.encode_prompts(["a dog", "a cat"])
@@ -79,17 +85,97 @@ def test_logits_of_the_smoke_models_are_far_from_flat(family):
 # -- without a network --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["janus_pro_1b", "lumina", "emu3"])
-def test_a_checkpoint_that_is_not_there_says_what_to_do(model, tmp_path):
+@pytest.mark.parametrize("adapter", [Janus, Lumina, Emu3])
+def test_a_checkpoint_that_is_not_there_says_what_to_do(adapter):
+    with pytest.raises(FileNotFoundError) as error:
+        adapter.load("somebody/nothing")
+    assert re.search(r"the checkpoint somebody/nothing is no directory here.*HF_HUB_OFFLINE is set", str(error.value))
+    assert re.search(r"run `hf download somebody/nothing`.*model.backbone.checkpoint=DIRECTORY", str(error.value))
+
+
+def test_the_command_says_it_too(tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(f"prompt {i}" for i in range(99)))
     done = command(
-        tmp_path, f"+model={model}", "model.prompts.path=prompts.txt", "model.prompts.column=text", "stages=[cache]",
-        "cache.samples=60", "cache.batch_size=1", "model.backbone.dtype=bfloat16", "model.architecture=null",
+        tmp_path, "+model=janus_pro_1b", "model.prompts.path=prompts.txt", "model.prompts.column=text",
+        "stages=[cache]", "cache.samples=60",
+        "model.architecture=null",  # or a machine of little memory would be refused for that
     )  # fmt: skip
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert re.search(r"the checkpoint \S+/\S+ is no directory here.*HF_HUB_OFFLINE is set", done.stderr)
-    assert re.search(r"run `hf download \S+/\S+`.*HF_HOME.*model.backbone.checkpoint=DIRECTORY", done.stderr)
+    assert "run `hf download deepseek-community/Janus-Pro-1B`" in done.stderr
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub cache that holds a Lumina, as a download leaves it; no network."""
+    repository = tmp_path / "hub" / "models--somebody--lumina"
+    micro_lumina.save_as_published(micro_lumina.model(), repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return repository
+
+
+def test_offline_a_cached_checkpoint_is_found(hub):
+    made = Lumina.load("somebody/lumina", resolution=64, size=[32, 64], dtype="float64")
+    assert made.fingerprint == Lumina.load(str(hub / "snapshots" / "0123abcd"), resolution=64).fingerprint
+
+
+def test_a_revision_that_is_not_cached_is_named(hub):
+    with pytest.raises(FileNotFoundError, match=r"`hf download somebody/lumina --revision 4567`"):
+        Lumina.load("somebody/lumina", resolution=64, revision="4567")
+
+
+def test_a_path_that_is_not_there_is_no_hub_id(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is no directory here"):
+        Lumina.load(str(tmp_path / "nowhere"))
+
+
+# -- the shipped yamls --------------------------------------------------------------------------------------------
+
+
+def save_janus(folder):
+    micro.janus_model(grid=(3, 3)).save_pretrained(folder)
+    micro.generation_config().save_pretrained(folder)
+    byte_tokenizer({"<pad>": 0}).save_pretrained(folder)
+
+
+def save_emu3(folder):
+    micro_emu3.model().save_pretrained(folder)
+    micro_emu3.tokenizer().save_pretrained(folder)
+
+
+SHIPPED = {
+    "janus_pro_1b": (save_janus, []),
+    "janus_pro_7b": (save_janus, []),
+    "lumina": (lambda folder: micro_lumina.save_as_published(micro_lumina.model(), folder), ["resolution=64"]),
+    "lumina_512": (lambda folder: micro_lumina.save_as_published(micro_lumina.model(), folder), ["resolution=64"]),
+    "lumina_1024": (lambda folder: micro_lumina.save_as_published(micro_lumina.model(), folder), ["resolution=64"]),
+    "emu3": (save_emu3, ["ratio='16:9'", "area=64"]),
+}
+
+
+@pytest.mark.parametrize("model", SHIPPED)
+def test_a_shipped_yaml_loads_a_checkpoint(model, tmp_path):
+    save, settings = SHIPPED[model]
+    save(tmp_path / "checkpoint")
+    tokenizer = [f"model.backbone.tokenizer={tmp_path}/checkpoint"] if "lumina_" in model else []
+    run = Run(composed(
+        f"+model={model}", f"model.backbone.checkpoint={tmp_path}/checkpoint", f"output={tmp_path}/run", *tokenizer,
+        "head.k_horizontal=1", "head.k_vertical=1", *(f"++model.backbone.{setting}" for setting in settings),
+    ))  # fmt: skip
+    assert run.backbone.name == model
+    assert run.backbone.width == 16
+    assert run.backbone.dtype is torch.bfloat16
+    assert str(run.backbone.device) == "cpu"
+    assert run.backbone.encode_prompts(["a dog"]).ids.shape[:2] == (2, 1)
+
+
+@pytest.mark.parametrize("model", SHIPPED)
+def test_a_shipped_yaml_names_its_prompts(model):
+    prompts = instantiate(composed(f"+model={model}").model.prompts)
+    assert (prompts.path, prompts.column) == ("vivym/midjourney-prompts", "prompt")
 
 
 # -- the README's example -----------------------------------------------------------------------------------------

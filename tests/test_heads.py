@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ssd_train.grid import Grid
-from ssd_train.heads import Direction, Heads, HeadSpec, Predictor, name, pairs, source_rectangle
+from ssd_train.heads import Direction, Heads, HeadSpec, Predictor, name, pairs, source_rectangle, widen
 
 H, V = Direction.HORIZONTAL, Direction.VERTICAL
 
@@ -69,6 +69,18 @@ def test_untrained_heads_predict_the_state_they_were_given():
     assert torch.allclose(heads.logits(V, 1, z, readout), readout(hidden), atol=1e-4)
 
 
+def test_wide_vertical_heads_see_their_sources_neighbours():
+    """Zeros beyond the edge, the source in the middle; they start as the identity on the source. Horizontal heads see
+    their source alone."""
+    z = torch.tensor([[1.0, 10], [2, 20], [3, 30]])
+    assert widen(z, 1) is z
+    wide = [[0, 0, 1, 10, 2, 20], [1, 10, 2, 20, 3, 30], [2, 20, 3, 30, 0, 0]]
+    assert widen(z, 3).tolist() == wide
+    heads = Heads(HeadSpec(width=1, vocabulary=7, k_horizontal=1, k_vertical=1, context=3))
+    assert heads(V, 1, widen(z, heads.context(V))).tolist() == [[1.0], [2.0], [3.0]]
+    assert heads(H, 1, widen(z, heads.context(H))).tolist() == [[1.0], [2.0], [3.0]]
+
+
 def test_token_space_heads_have_a_vocabulary_projection_of_their_own():
     heads = randomised(Heads(HeadSpec(width=4, vocabulary=7, k_horizontal=1, k_vertical=1, space="token")))
     z = torch.randn(5, 8)
@@ -92,6 +104,7 @@ def test_a_head_that_is_not_there_is_named():
     [
         ({"k_horizontal": 0, "k_vertical": 0}, "k_horizontal=0, k_vertical=0: expected >= 0 and at least one head"),
         ({"k_vertical": -1}, "k_vertical=-1"),
+        ({"context": 2}, "context is 2; expected an odd number, 1 or more"),
         ({"space": "pixel"}, "space is 'pixel'; expected 'latent' or 'token'"),
         ({"state_scale": 0.0}, "scales must be positive, got 0.0"),
     ],

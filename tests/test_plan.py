@@ -164,6 +164,11 @@ def test_this_machine_s_memory():
     assert 2**28 < plan.device_memory(torch.device("cpu")) < 2**45
 
 
+def test_of_a_gpu_what_is_free_counts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * plan.GB, 80 * plan.GB))
+    assert plan.device_memory(torch.device("cuda:0")) == 57 * plan.GB
+
+
 # -- against measured memory --------------------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ class Emu3(SharedVocabulary):
         config.vocabulary_map = names = config.vocabulary_map or emu3_names(
             config.vq_config.codebook_size, config.text_config.vocab_size
         )
-        special = {token: names[token] for token in (BOS, BEGIN_OF_IMAGE, BEGIN_OF_TOKENS)}
+        special = {token: names.get(token, i) for i, token in enumerate((BOS, BEGIN_OF_IMAGE, BEGIN_OF_TOKENS))}
         words = byte_tokenizer(special, names.values())
         words.bos_token = BOS
         model = random_model(Emu3ForConditionalGeneration, config, **how)

@@ -35,7 +35,7 @@ def sketch(model: DictConfig, device: str = "meta") -> "Backbone":
     config = Path(settings.get("checkpoint", "")) / "config.json"
     if config.is_file():
         settings["architecture"] = json.loads(config.read_text())
-    elif "architecture" in model:
+    elif model.get("architecture"):
         settings["architecture"] = OmegaConf.to_container(model.architecture, resolve=True)
     elif "architecture" not in settings:
         raise ValueError(f"the size of {model.name} is not known before it is loaded: it has no model.architecture")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import ssd_train
 from ssd_train.backbones.base import Backbone
-from ssd_train.config import CacheSource
+from ssd_train.config import CacheSource, Stage
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
@@ -48,6 +48,8 @@ def check(run: Run) -> None:
 def run(run: Run) -> None:
     cfg = run.cfg.cache
     prompts = _prompts(run)
+    if Stage.train in run.cfg.stages:
+        require_reach(run)
     cache = ShardCache(run.cache_dir)
     shards = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
     if cache.manifest_path.exists():
@@ -81,9 +83,9 @@ def run(run: Run) -> None:
 
 
 def _prompts(run: Run) -> list[Prompt]:
-    """Raises ValueError if they cannot both train and validate."""
+    """Raises ValueError if heads are to be trained, but these prompts cannot both train and validate."""
     prompts = run.prompts([Split.TRAIN, Split.VALIDATION], run.cfg.cache.samples)
-    for split in Split.TRAIN, Split.VALIDATION:
+    for split in (Split.TRAIN, Split.VALIDATION) if Stage.train in run.cfg.stages else ():
         if not any(split_of(p.text) is split for p in prompts):
             raise ValueError(f"none of the first {len(prompts)} prompts is a {split} one; raise cache.samples")
     if run.cfg.cache.source is CacheSource.images and any(p.image is None for p in prompts):
@@ -104,6 +106,16 @@ def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool
             "Use another cache.dir, or remove this cache if it is not needed."
         )
     return len(entry.samples) >= len(wanted)
+
+
+def require_reach(run: Run) -> None:
+    """Raises ValueError if there are heads without a neighbour to learn from."""
+    head, grid = run.cfg.head, run.backbone.grid
+    if head.k_horizontal >= grid.width or head.k_vertical >= grid.height:
+        raise ValueError(
+            f"head.k_horizontal={head.k_horizontal}, head.k_vertical={head.k_vertical}; expected less than the width "
+            f"and height of {run.backbone.name}'s {grid.height}x{grid.width} grid"
+        )
 
 
 def identity(run: Run) -> dict:

@@ -26,7 +26,7 @@ def run(run: Run) -> None:
     if _is_exported(run, directory, training):
         log.info("heads are exported already to %s", directory)
         return
-    weights = torch.load(run.checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+    weights = torch.load(run.checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     heads = Heads(HeadSpec(**summary["heads"]))
     heads.load_state_dict({key.removeprefix("heads."): tensor for key, tensor in weights.items()})
     save_heads(directory, heads, run.backbone, training)

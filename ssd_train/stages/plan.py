@@ -1,4 +1,7 @@
-"""A run's memory and disk on paper, before anything is loaded: plan.json, and a table in plan.md."""
+"""A run's memory and disk on paper, before anything is loaded: plan.json, and a table in plan.md.
+
+How many GPUs train together is what torchrun says (WORLD_SIZE), else one.
+"""
 
 import logging
 import os

@@ -18,7 +18,7 @@ from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
 from ssd_train.run import Run
 from ssd_train.shards import ShardCache
-from ssd_train.stages.cache import identity
+from ssd_train.stages.cache import identity, require_reach
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ def run(run: Run) -> float:
         log.info("heads in %s are trained already", run.output)
         return summary["validation"]["validation/acceptance"]
     cfg = run.cfg.train
+    require_reach(run)
     ShardCache(run.cache_dir).check(identity(run))
     data = HeadDataModule(
         run.cache_dir, run.cfg.cache.samples, cfg.batch_size, cfg.shuffle_buffer, cfg.workers, run.cfg.seed,
@@ -76,6 +77,10 @@ def run(run: Run) -> float:
         raise RuntimeError(f"training stopped at step {trainer.global_step} of {steps}; run the same command to go on")
     trainer.validate(module, data, verbose=False)
     metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation")}
+    log.info(
+        "heads trained; acceptance on validation prompts %.3f: %s", metrics["validation/acceptance"],
+        ", ".join(f"{key} {metrics[f'validation/acceptance/{key}']:.2f}" for key in heads.predictors),
+    )  # fmt: skip
     run.write_json(
         "training.json",
         {

@@ -135,9 +135,14 @@ def check(image: np.ndarray, caption: str) -> bool:
     return bool(check_batch(image[None], [caption])[0])
 
 
+def category(caption: str) -> str:
+    """The category, one of `CATEGORIES`, that a caption belongs to."""
+    return parse_caption(caption).category
+
+
 def score(images: np.ndarray, captions: Sequence[str]) -> dict[str, float]:
     """Share of right images by category, and `overall`: the mean over the categories present."""
     right = check_batch(images, captions)
-    category = np.array([parse_caption(c).category for c in captions])
-    by = {c: float(right[category == c].mean()) for c in CATEGORIES if (category == c).any()}
+    categories = np.array([category(c) for c in captions])
+    by = {c: float(right[categories == c].mean()) for c in CATEGORIES if (categories == c).any()}
     return {**by, "overall": float(np.mean(list(by.values())))}

@@ -1,10 +1,10 @@
 """Train the tiny text-to-image backbone: a small `JanusForConditionalGeneration` on captioned scenes.
 
     python -m ssd_train.tiny.train --vq runs/vq --out data/tiny --minutes 80
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m ssd_train.tiny.train ...   # the batch over two processes
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m ssd_train.tiny.train ...   # shares each batch
 
-Several single-threaded processes that meet once a step bear a busy machine far better than threads that meet
-in every operation.
+Single-threaded processes that meet once a step bear a busy machine far better than threads that meet in
+every operation.
 
 Scenes are drawn and tokenised on the fly, so no image is seen twice. Two things make a model of this size
 heed its captions: training starts on calm backgrounds, where the objects are the only information, and the
@@ -80,7 +80,7 @@ def build_model(
             layer.self_attn.o_proj.weight.mul_((2 * layers) ** -0.5)
             layer.mlp.down_proj.weight.mul_((2 * layers) ** -0.5)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, guidance_scale=3.0, max_length=PROMPT_LENGTH + TOKENS,
+        do_sample=True, temperature=1.0, top_k=0, guidance_scale=2.0, max_length=PROMPT_LENGTH + TOKENS,
         generation_kwargs={"boi_token_id": boi}, **ids,
     )  # fmt: skip
     return model
@@ -258,7 +258,8 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Mean over the processes, in place, as one message."""
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat)
-    for p, g in zip(parameters, flat.div_(dist.get_world_size()).split([p.numel() for p in parameters]), strict=True):
+    parts = flat.div_(dist.get_world_size()).split([p.numel() for p in parameters])
+    for p, g in zip(parameters, parts, strict=True):
         p.grad.copy_(g.view_as(p))
 
 
@@ -359,7 +360,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=3, help="held-out batches")
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--grid-minutes", type=float, default=8, help="minutes between checkpoints")
-    parser.add_argument("--guidance", type=float, default=3.0, help="for the sample grids")
+    parser.add_argument("--guidance", type=float, default=2.0, help="for the sample grids")
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())

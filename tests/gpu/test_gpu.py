@@ -7,6 +7,8 @@ import full_size
 import pytest
 import torch
 
+from ssd_train.kv_cache import KVCache
+
 
 @pytest.fixture(scope="module")
 def small():
@@ -29,6 +31,28 @@ def test_it_fails_where_a_repair_is_forgotten(small):
     assert full_size.check(dataclasses.replace(small[0], block_error=math.nan))
 
 
+def test_it_fails_where_a_kv_cache_keeps_what_was_written_first(monkeypatch):
+    """A mistake in the rewinding itself, not in figures."""
+    update = KVCache.update
+
+    def first_only(self, key, value, layer, *args, **kwargs):
+        held = self._layers[layer]
+        before = held and [x.clone() for x in held]
+        out = update(self, key, value, layer, *args, **kwargs)
+        written = self.__dict__.setdefault("written", {}).setdefault(layer, set())
+        slots = self._target.index.tolist()
+        again = [slot for slot in slots if slot in written]
+        for now, then in zip(self._layers[layer], before or (), strict=False):
+            now[:, :, again] = then[:, :, again]
+        written.update(slots)
+        return out
+
+    monkeypatch.setattr(KVCache, "update", first_only)
+    broken = full_size.run(full_size.SMALL[0], "cpu")
+    assert broken.block_error < 1e-4
+    assert full_size.check(broken)
+
+
 def test_its_table_has_a_row_a_model(small):
     lines = full_size.table(small).splitlines()
     assert len(lines) == 4
@@ -45,4 +69,4 @@ def test_full_size(capsys):
     with capsys.disabled():
         print(f"\n{torch.cuda.get_device_name()}\n{full_size.table(results)}")
     assert [line for result in results for line in full_size.check(result)] == []
-    assert all(result.peak_gb < 1.2 * result.planned_gb for result in results)
+    assert all(result.peak_gb < 1.25 * result.planned_gb for result in results)

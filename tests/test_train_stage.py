@@ -116,8 +116,9 @@ def make_module(run, samples=8, **settings):
     config = OmegaConf.merge(OmegaConf.structured(HeadConfig), {"k_horizontal": 2, "k_vertical": 2} | settings)
     data = stage.HeadDataModule(run.cache_dir, 60, samples, 0, 0, 0, 4)
     spec = HeadSpec(
-        run.backbone.width, run.backbone.vocabulary, 2, 2, space=config.space.name, state_scale=3.7, embedding_scale=0.5
-    )
+        run.backbone.width, run.backbone.vocabulary, 2, 2, space=config.space.name, context=config.context,
+        state_scale=3.7, embedding_scale=0.5,
+    )  # fmt: skip
     torch.manual_seed(1)
     heads = Heads(spec)
     for parameter in heads.parameters():
@@ -133,6 +134,7 @@ LOSSES = {
     "total_variation": {"loss": {"smooth_l1": 0, "total_variation": 1.0}},
     "everything": {"loss": {"smooth_l1": 1.0, "kl": 0.1, "total_variation": 0.5}},
     "token": {"space": "token"},
+    "wide": {"context": 3},
 }
 
 
@@ -190,7 +192,7 @@ def test_token_space_is_trained_on_the_sampled_tokens(make_run, cached):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-def test_condition_drop_takes_its_share(make_run, cached, share):
+def test_condition_drop_takes_its_share(make_run, cached, monkeypatch, share):
     """Over 20,000 draws, 5 standard deviations: a false alarm has probability 6e-7. A function of sample and step."""
     module, _ = make_module(make_run(cached), condition_drop=share)
     count = 20_000
@@ -201,6 +203,8 @@ def test_condition_drop_takes_its_share(make_run, cached, share):
     assert torch.equal(dropped, module._chosen_stream(batch).flatten())
     again = module._chosen_stream({"index": torch.arange(100, 300), "hidden": streams[:200]}).flatten()
     assert torch.equal(again, dropped[100:300])
+    monkeypatch.setattr(HeadModule, "global_step", 1)
+    assert torch.equal(dropped, module._chosen_stream(batch).flatten()) == (share in (0, 1))
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
@@ -209,7 +213,8 @@ def test_condition_drop_takes_its_share(make_run, cached, share):
 @pytest.mark.parametrize("which", LOSSES)
 def test_the_loss_goes_down(trainable, steps, which):
     overrides = [f"head.loss.{k}={v}" for k, v in LOSSES[which].get("loss", {}).items()]
-    run = trainable("head.lr=3e-3", "train.epochs=6", f"head.space={LOSSES[which].get('space', 'latent')}", *overrides)
+    overrides += [f"head.{k}={LOSSES[which][k]}" for k in ("space", "context") if k in LOSSES[which]]
+    run = trainable("head.lr=3e-3", "train.epochs=6", *overrides)
     acceptance = stage.run(run)
     losses = [loss for _, _, loss, _ in steps]
     assert len(losses) == 3 * STEPS
@@ -262,6 +267,20 @@ def test_validation_acceptance_is_what_a_loop_over_the_grid_finds(trainable, hea
         assert validation[f"validation/acceptance/{key}"] == pytest.approx(means[-1], rel=1e-4)
         assert validation[f"validation/top1/{key}"] == pytest.approx(sum(agreed).item() / len(agreed), abs=1e-6)
     assert validation["validation/acceptance"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+    loss = {"latent": "smooth_l1", "token": "cross_entropy"}[head]
+    assert {key for key in validation if loss in key} == {f"validation/{loss}/{key}" for key in heads.predictors}
+
+
+def test_validation_loss_is_that_of_the_conditional_stream(trainable):
+    """Of untrained heads: Smooth L1 between neighbouring states at unit scale."""
+    run = trainable("head.lr=1e-12", "head.min_lr=1e-12", "train.epochs=0.1")
+    stage.run(run)
+    data = stage.HeadDataModule(run.cache_dir, 60, 4, 0, 0, 0, 64)
+    scale = run.read_json("training.json")["heads"]["state_scale"]
+    states = torch.stack([s.hidden[0].view(4, 4, -1) for s in data.shards.read(Split.VALIDATION)]) / scale
+    expected = torch.nn.functional.smooth_l1_loss(states[:, :-1], states[:, 1:])
+    measured = run.read_json("training.json")["validation"]["validation/smooth_l1/vertical_1"]
+    assert measured == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_bf16_mixed_trains_float32_heads(trainable):
@@ -535,9 +554,11 @@ def test_the_same_training_twice_gives_the_same_weights(trainable):
     assert same(final_weights(trainable(output="a")), final_weights(trainable(output="b")))
 
 
-def test_metrics_are_logged_by_head(trainable):
+def test_metrics_are_logged_by_head(trainable, caplog):
     run = trainable("train.validate_every=10")
-    stage.run(run)
+    with caplog.at_level(logging.INFO):
+        acceptance = stage.run(run)
+    assert f"acceptance on validation prompts {acceptance:.3f}: horizontal_1 0." in caplog.text
     lines = (run.output / "csv/version_0/metrics.csv").read_text().splitlines()
     columns = set(lines[0].split(","))
     assert {"train/loss", "train/smooth_l1", "validation/acceptance"} <= columns
