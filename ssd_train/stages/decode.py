@@ -46,11 +46,13 @@ def run(run: Run) -> None:
     (directory / "tokens").mkdir(parents=True, exist_ok=True)
     scorer = _optional(run, "scorer")
     entries, pictures = {}, {}
+    first = {prompt.text: i for i, prompt in reversed(list(enumerate(prompts)))}
+    shown = sorted(first.values())[: cfg.pictures]  # a caption once
     for name, decoder in decoders.items():
         tokens, traces, nll = _decode(run, decoder, prompts, name)
         write_atomically(directory / "tokens" / f"{name}.safetensors", safetensors.torch.save({"tokens": tokens}))
         images = _pixels(run, tokens)
-        pictures[name] = None if images is None else images[: cfg.pictures]
+        pictures[name] = None if images is None else images[shown]
         score = by_category = None
         if scorer is not None and images is not None:
             right = torch.as_tensor(scorer(images.numpy(), [p.text for p in prompts]))
@@ -67,9 +69,8 @@ def run(run: Run) -> None:
             scene_score_by_category=by_category,
             texture=None if images is None else metrics.texture(images),
             code_entropy=metrics.code_entropy(tokens, backbone.vocabulary),
-            extra={"tokens_fed": sum(sum(trace.fed) for trace in traces[:1])},
         )
-    _draw(run, entries, pictures, prompts)
+    _draw(run, entries, pictures, [prompts[i].text for i in shown])
     heads = read_config(run.heads_dir) if (run.heads_dir / "config.json").exists() else None
     contents = report.write_report(
         report.Report(
@@ -190,11 +191,10 @@ def _by_category(run: Run, prompts: list[Prompt], right: Tensor) -> dict | None:
     return {name: metrics.wilson(sum(oks), len(oks)) for name, oks in sorted(groups.items())}
 
 
-def _draw(run: Run, entries: dict, pictures: dict, prompts: list[Prompt]) -> None:
+def _draw(run: Run, entries: dict, pictures: dict, captions: list[str]) -> None:
     directory = run.output / "decode"
     main = [name for name in run.cfg.decoder if pictures[name] is not None]
-    if main and run.cfg.decode.pictures:
-        captions = [p.text for p in prompts[: run.cfg.decode.pictures]]
+    if main and captions:
         plots.image_grid({name: pictures[name] for name in main}, captions, directory / "images.png")
     drafting = {name: entries[name].acceptance for name in run.cfg.decoder if entries[name].acceptance.total.judged}
     for name, acceptance in drafting.items():
