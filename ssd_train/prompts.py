@@ -59,7 +59,8 @@ class DatasetPrompts:
     """
 
     def __init__(self, path: str, column: str = "text", image_column: str | None = None, split: str = "train"):
-        self.path, self.column, self.image_column, self.split = path, column, image_column, split
+        self.path, self.image_column, self.split = path, image_column, split
+        self.column = "text" if path.endswith(".txt") else column  # the lines of a text file have no other name
 
     def __repr__(self) -> str:
         return f"DatasetPrompts({self.path!r})"

@@ -109,3 +109,10 @@ def test_images_come_with_their_captions(tmp_path):
         prompts[1].image()
     with pytest.raises(ValueError, match=r"not \['photo'\]; set model.prompts.column or model.prompts.image_column"):
         list(DatasetPrompts(str(path), image_column="photo"))
+
+
+def test_a_text_file_needs_no_column(tmp_path):
+    """The real models' yamls name the column of a data set; another path alone must do for a text file."""
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    prompts = DatasetPrompts(str(tmp_path / "prompts.txt"), column="prompt")
+    assert [p.text for p in prompts] == ["a cat", "a dog"]
