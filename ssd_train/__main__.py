@@ -1,6 +1,7 @@
 """python -m ssd_train +model=<name>: checks everything, then runs ``cfg.stages`` in order."""
 
 import logging
+import os
 import sys
 import warnings
 
@@ -21,26 +22,42 @@ def main(cfg: config.Config) -> float | None:
     """Returns the metric that sweeps optimise, the mean validation acceptance rate, if this run trained heads."""
     if OmegaConf.is_missing(cfg, "model"):
         raise SystemExit(f"no model: add +model=<name>, one of {', '.join(config.choices('model'))}")
+    from ssd_train import signals
     from ssd_train.run import Run
     from ssd_train.stages import STAGES
+    from ssd_train.sweep import JobError
+    from ssd_train.tracking import finish
+    from ssd_train.world import World
 
     for pattern in "does not have many workers", "exists and is not empty", "LeafSpec", "Cannot dispatch to fused":
         warnings.filterwarnings("ignore", message=f".*{pattern}")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
+    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if in_sweep:
         cfg.output = HydraConfig.get().runtime.output_dir
+    signals.install()
+    world = World.of(os.environ)
+    if world.size > 1:
+        world.export()
+    if world.rank > 0:
+        logging.getLogger().setLevel(logging.WARNING)
     try:
         config.check(cfg)
-        run = Run(cfg)
+        run = Run(cfg, world)
         stages = {stage.name: STAGES[stage.name] for stage in cfg.stages}
         for stage in stages.values():
             stage.check(run)
-        results = {name: stage.run(run) for name, stage in stages.items()}
+        results = {}
+        for name, stage in stages.items():
+            run.meet()
+            results[name] = stage.run(run)
     except (ValueError, OSError, RuntimeError, HydraException, OmegaConfBaseException) as error:
         # Our own errors say what to do; a traceback would bury that. hydra.verbose=true shows it.
         if logging.getLogger().isEnabledFor(logging.DEBUG) or not str(error):
             raise
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+        raise (JobError if in_sweep else SystemExit)(f"{type(error).__name__}: {error}") from error
+    finally:
+        finish(failed=sys.exc_info()[0] is not None)
     return results.get("train")
 
 

@@ -17,6 +17,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
+from ssd_train import phrases
 from ssd_train.shards import CacheDtype
 
 
@@ -26,6 +27,8 @@ class Stage(Enum):
     train = "train"
     export = "export"
     decode = "decode"
+    phrases = "phrases"
+    benchmark = "benchmark"
 
 
 class CacheSource(Enum):
@@ -50,6 +53,12 @@ class CacheConfig:
 
 
 @dataclass
+class PhrasesConfig:
+    merges: int = 8000  # the most phrases to learn
+    library: str = "${cache_dir:}/phrases-${phrases.merges}-of-${cache.samples}.json"  # a file
+
+
+@dataclass
 class LossConfig:
     """Weights; a term of weight 0 costs nothing."""
 
@@ -65,6 +74,8 @@ class HeadConfig:
     hidden: int | None = None  # 2 * width of the backbone
     space: Space = Space.latent
     context: int = 1  # neighbours in the row above that a vertical head sees; odd
+    recurrent: bool = False  # vertical heads go along their row, and see what was drafted to the left
+    unroll: int = 1  # steps that the horizontal +1 head is trained to go on from its own predictions (EAGLE)
     loss: LossConfig = field(default_factory=LossConfig)
     condition_drop: float = 0.1  # share of samples trained on their unconditional stream
     lr: float = 1e-4
@@ -102,8 +113,9 @@ class DecodeConfig:
 @dataclass
 class Config:
     model: Any = MISSING
-    stages: list[Stage] = field(default_factory=lambda: [s for s in Stage if s is not Stage.plan])
+    stages: list[Stage] = field(default_factory=lambda: [Stage.cache, Stage.train, Stage.export, Stage.decode])
     cache: CacheConfig = field(default_factory=CacheConfig)
+    phrases: PhrasesConfig = field(default_factory=PhrasesConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -117,10 +129,18 @@ class Config:
 
 
 def register() -> None:
-    """Makes the schema and resolvers known to Hydra. ``${shipped:tiny}`` is a folder that comes with the project."""
+    """Makes the schema and resolvers known to Hydra. ``${shipped:tiny}`` is a folder that comes with the project,
+    ``${cache_dir:}`` where this run's cache lies."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("shipped", lambda name: str(data_dir() / name), replace=True)
     OmegaConf.register_new_resolver("folder", _folder, replace=True)
+    OmegaConf.register_new_resolver("cache_dir", _cache_dir, replace=True)
+
+
+def _cache_dir(*, _root_: DictConfig) -> str:
+    from ssd_train.run import Run
+
+    return str(Run(_root_).cache_dir)
 
 
 def _folder(overrides: str) -> str:
@@ -188,6 +208,7 @@ LEAST = {
     "cache.samples": 1,
     "cache.shard_size": 1,
     "cache.batch_size": 1,
+    "phrases.merges": 1,
     "train.batch_size": 1,
     "train.workers": 0,
     "train.shuffle_buffer": 0,
@@ -202,6 +223,7 @@ LEAST = {
     "head.k_horizontal": 0,
     "head.k_vertical": 0,
     "head.hidden": 1,
+    "head.unroll": 1,
     "head.warmup_steps": 0,
     "head.weight_decay": 0,
     "head.loss.smooth_l1": 0,
@@ -223,6 +245,25 @@ def check(cfg: Config) -> None:
         raise ValueError("head.k_horizontal and head.k_vertical are both 0; expected at least one head")
     if cfg.head.context < 1 or cfg.head.context % 2 == 0:
         raise ValueError(f"head.context is {cfg.head.context}; expected an odd number of neighbours, 1 or more")
+    if cfg.head.space is Space.token and (cfg.head.loss.kl or cfg.head.loss.total_variation):
+        raise ValueError(
+            f"head.loss.kl={cfg.head.loss.kl}, head.loss.total_variation={cfg.head.loss.total_variation} with "
+            "head.space=token, whose only loss is cross-entropy; expected 0, or head.space=latent"
+        )
+    if cfg.head.unroll > 1 and cfg.head.space is Space.token:
+        raise ValueError(
+            f"head.unroll is {cfg.head.unroll}, which feeds predicted states back, but head.space=token predicts none; "
+            "use head.space=latent"
+        )
+    if cfg.head.unroll > 1 and not cfg.head.k_horizontal:
+        raise ValueError(
+            f"head.unroll is {cfg.head.unroll}, but there is no horizontal +1 head to unroll; set head.k_horizontal=1"
+        )
+    if (cfg.head.recurrent or cfg.head.context > 1) and not cfg.head.k_vertical:
+        raise ValueError(
+            f"head.recurrent={cfg.head.recurrent}, head.context={cfg.head.context}: these are for vertical heads, and "
+            "head.k_vertical is 0; expected false and 1, or head.k_vertical=1"
+        )
     if not 0 <= cfg.head.condition_drop <= 1:
         raise ValueError(f"head.condition_drop is {cfg.head.condition_drop}; expected a share between 0 and 1")
     if not 0 < cfg.head.min_lr <= cfg.head.lr:
@@ -242,18 +283,30 @@ def check(cfg: Config) -> None:
                 f"{sorted(cfg.decoder)}"
             )
     device(cfg)
+    if Stage.decode in cfg.stages and Stage.phrases not in cfg.stages:
+        for name in cfg.decoder:
+            library = OmegaConf.select(cfg.decoder, f"{name}.rule.library")
+            if isinstance(library, str):
+                try:
+                    phrases.load(Path(library))
+                except phrases.PhrasesError as error:
+                    raise ValueError(f"decoder {name}: {error}") from error
 
 
-def device(cfg: Config) -> torch.device:
-    """The configured device. Raises ValueError if it is not there."""
-    if cfg.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def device(cfg: Config, local_rank: int = 0) -> torch.device:
+    """The configured device; of several GPUs the process's own. Raises ValueError if it is not there."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
     try:
-        wanted = torch.device(cfg.device)
+        wanted = torch.device(f"cuda:{local_rank}" if name == "cuda" and local_rank else name)
     except RuntimeError as error:
         raise ValueError(f"device is {cfg.device!r}; expected auto, cpu, cuda or cuda:<number>") from error
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device={cfg.device}, but torch {torch.__version__} finds no CUDA device; use device=cpu or device=auto"
+        )
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"this process wants {wanted}, but sees {torch.cuda.device_count()} CUDA device(s); expected one a process "
+            "of the node, all of them visible to each (with SLURM --gres=gpu:N, not --gpus-per-task)"
         )
     return wanted

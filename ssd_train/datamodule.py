@@ -1,8 +1,8 @@
 """Shards -> batches, in an order that is a function of (seed, rank, worker) and can be entered anywhere."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
@@ -13,8 +13,9 @@ import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ssd_train import signals
 from ssd_train.prompts import Split, split_of
-from ssd_train.shards import CacheError, Sample, ShardCache, decode_sample
+from ssd_train.shards import CacheError, Sample, ShardCache, ShardEntry, decode_sample
 
 Batch = dict[str, Tensor]  # tokens [B, h, w] int64, hidden [B, 2, h, w, d] float32, index [B] int64
 
@@ -30,20 +31,48 @@ def collate(samples: list[Sample]) -> Batch:
 
 @dataclass(frozen=True)
 class Shards:
-    """The samples of a run: those in these shards up to prompt ``last``. A longer run may have made more."""
+    """The samples of a run: those in these shards up to prompt ``last``. A longer run may have made more.
 
-    paths: list[Path]
+    ``paths`` are what webdataset opens. A shard is held against its entry, where ``entries`` has one.
+    """
+
+    paths: list[str | Path]
     last: int
+    entries: dict[str, ShardEntry] = field(default_factory=dict)
 
     def read(self, split: Split, shuffle: int = 0, rng: Random | None = None) -> Iterator[Sample]:
         """Samples of one split, read sequentially, through a shuffle buffer of undecoded samples."""
-        files = wds.tariterators.tarfile_samples(({"url": str(path)} for path in self.paths), handler=_refuse)
+        files = chain.from_iterable(map(self._files, self.paths))
         if shuffle:
             files = wds.shuffle(shuffle, initial=shuffle, rng=rng)(files)
         for raw in files:
             sample = decode_sample(raw)
+            entry = self.entries.get(raw["__url__"])
+            if entry and sample.backbone != entry.backbone:
+                raise CacheError(
+                    f"{raw['__url__']} holds states of backbone {sample.backbone}; expected {entry.backbone}, of which "
+                    "the cache is. It was copied here from elsewhere: remove it and run the cache stage again."
+                )
             if sample.index <= self.last and split_of(sample.prompt) is split:
                 yield sample
+
+    def count(self, split: Split) -> int:
+        """How many samples :meth:`read` gives, by the entries."""
+        samples = chain.from_iterable(self.entries[str(path)].samples for path in self.paths)
+        return sum(index <= self.last and of == split for index, _, of in samples)
+
+    def _files(self, path: str | Path) -> Iterator[dict]:
+        """A shard's samples, undecoded. Raises CacheError if there are too few: a tar cut short between two samples
+        looks whole."""
+        entry, found = self.entries.get(str(path)), 0
+        for raw in wds.tariterators.tarfile_samples([{"url": str(path)}], handler=_refuse):
+            found += 1
+            yield raw
+        if entry and found < len(entry.samples):
+            raise CacheError(
+                f"{path} ends after {found} samples, and should hold {len(entry.samples)}; re-run the cache stage to "
+                "mend it"
+            )
 
 
 def _refuse(error: Exception) -> bool:
@@ -54,7 +83,7 @@ class TrainingStream(IterableDataset):
     """Endless batches of training samples. Epoch after epoch, each (rank, worker) reads its share of the shards in a
     new order; nothing is dropped at an epoch's end, and no rank ever runs out before the others.
 
-    ``first_batch`` enters the stream where an interrupted run left it: earlier batches are read and skipped.
+    ``first_batch`` enters the stream where an interrupted run left it: what that epoch had before is read and skipped.
     """
 
     def __init__(self, shards: Shards, batch_size: int, shuffle: int, seed: int, rank: int = 0, world: int = 1):
@@ -67,38 +96,75 @@ class TrainingStream(IterableDataset):
         workers, slot = (info.num_workers, info.id) if info else (1, 0)
         # Batches come from the workers in turn, starting with the first: re-enter with the turn it would have been.
         worker = (slot + self.first_batch) % workers
-        skipped = (self.first_batch - worker + workers - 1) // workers
-        stream = chain.from_iterable(self._epoch(epoch, worker, workers) for epoch in count())
-        batches = iter(lambda: list(islice(stream, self.batch_size)), [])
-        for samples in islice(batches, skipped, None):
+        skipped = (self.first_batch - worker + workers - 1) // workers * self.batch_size
+        for first in count():  # epochs that lie behind are not read
+            size = self._share(first, worker, workers).count(Split.TRAIN)
+            if skipped < size:
+                break
+            skipped -= size
+        epochs = (self._epoch(epoch, worker, workers) for epoch in count(first))
+        stream = islice(chain.from_iterable(epochs), skipped, None)
+        for samples in iter(lambda: list(islice(stream, self.batch_size)), []):
             yield collate(samples)
 
+    def _share(self, epoch: int, worker: int, workers: int) -> Shards:
+        shares = share(len(self.shards.paths), self.seed, epoch, self.rank * workers + worker, self.world * workers)
+        return replace(self.shards, paths=[self.shards.paths[i] for i in shares])
+
     def _epoch(self, epoch: int, worker: int, workers: int) -> Iterator[Sample]:
-        order = list(self.shards.paths)
-        Random(f"{self.seed}/{epoch}").shuffle(order)
-        share = order[self.rank * workers + worker :: self.world * workers]
-        if not share:  # more readers than shards: this one reads them all, in an order of its own
-            share = order
         rng = Random(f"{self.seed}/{epoch}/{self.rank}/{worker}")
-        return replace(self.shards, paths=share).read(Split.TRAIN, self.shuffle, rng)
+        return self._share(epoch, worker, workers).read(Split.TRAIN, self.shuffle, rng)
+
+
+def share(shards: int, seed: int, epoch: int, reader: int, readers: int) -> list[int]:
+    """The shards that one of the readers reads in an epoch, in its order."""
+    order = list(range(shards))
+    Random(f"{seed}/{epoch}").shuffle(order)
+    return order[reader::readers] or order  # more readers than shards: this one reads them all
+
+
+def visits(sizes: Sequence[int], seed: int, readers: int, each: float) -> list[float]:
+    """How often a sample of each shard is seen when each reader reads ``each`` samples of shards of these sizes.
+    Readers whose shares are smaller go on to the next epoch earlier: shards are seen the more unequally the fewer of
+    them there are for a reader."""
+    seen = [0.0] * len(sizes)
+    for reader in range(readers):
+        left = each
+        for shard in chain.from_iterable(share(len(sizes), seed, epoch, reader, readers) for epoch in count()):
+            if sizes[shard]:
+                read = min(left, sizes[shard])
+                seen[shard] += read / sizes[shard]
+                left -= read
+            if left <= 0:
+                break
+    return [times for times, size in zip(seen, sizes, strict=True) if size]
+
+
+def _ignore_signals(worker: int) -> None:
+    """A scheduler may signal a job's every process; this one's parent ends it."""
+    signals.ignore()
 
 
 class HeadDataModule(L.LightningDataModule):
     """Plumbing: which shards, how many samples, which loaders."""
 
-    def __init__(self, cache_dir: Path, samples: int, batch_size: int, shuffle: int, workers: int, seed: int,
+    def __init__(self, cache_dir: Path | str, samples: int, batch_size: int, shuffle: int, workers: int, seed: int,
                  validation_samples: int):  # fmt: skip
         super().__init__()
         cache = ShardCache(cache_dir)
         size = cache.manifest()["shard_size"]
         wanted = {i: min(size, samples - i * size) for i in range(-(-samples // size))}
-        entries = {i: cache.entry(i) for i in wanted}
-        missing = [i for i, entry in entries.items() if entry is None or len(entry.samples) < wanted[i]]
+        entries = cache.entries
+        missing = [i for i in wanted if i not in entries or len(entries[i].samples) < wanted[i]]
         if missing:
             raise CacheError(f"{cache_dir} lacks shards {missing[:8]} of {len(wanted)}; run the cache stage first")
-        described = [sample for i, entry in entries.items() for sample in entry.samples[: wanted[i]]]
-        self.shards = Shards([cache.path(i) for i in wanted], last=described[-1][0])
+        described = [sample for i, size in wanted.items() for sample in entries[i].samples[:size]]
+        paths = {i: cache.url(i) for i in wanted}
+        self.shards = Shards(list(paths.values()), described[-1][0], {path: entries[i] for i, path in paths.items()})
         self.counts = Counter(split for _, _, split in described)
+        self.sizes = [
+            sum(split == Split.TRAIN for _, _, split in entries[i].samples[:size]) for i, size in wanted.items()
+        ]  # training samples by shard
         for split in Split.TRAIN, Split.VALIDATION:
             if not self.counts[split]:
                 raise CacheError(f"none of the {samples} samples in {cache_dir} is a {split} one; raise cache.samples")
@@ -107,6 +173,15 @@ class HeadDataModule(L.LightningDataModule):
 
     def steps(self, epochs: float, batches_a_step: int = 1) -> int:
         return max(1, round(epochs * self.counts[Split.TRAIN] / (self.batch_size * batches_a_step)))
+
+    def coverage(self, batches: int, world: int) -> str:
+        """What becomes of epochs when each process trains on this many batches."""
+        readers = world * max(1, self.workers)
+        seen = visits(self.sizes, self.seed, readers, batches * self.batch_size * world / readers)
+        return (
+            f"each training sample is seen {min(seen):.2f} to {max(seen):.2f} times: {len(seen)} shards for {readers} "
+            "reader(s)"
+        )
 
     def scales(self, embedding: Tensor) -> tuple[float, float]:
         """Standard deviations of the states and of the embeddings of the tokens, over the first samples."""
@@ -120,7 +195,7 @@ class HeadDataModule(L.LightningDataModule):
             self.shards, self.batch_size, self.shuffle, self.seed, self.trainer.global_rank, self.trainer.world_size
         )
         stream.first_batch = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        return DataLoader(stream, batch_size=None, num_workers=self.workers)
+        return DataLoader(stream, batch_size=None, num_workers=self.workers, worker_init_fn=_ignore_signals)
 
     def val_dataloader(self) -> DataLoader:
         """Kept in memory: a few dozen samples, read once."""

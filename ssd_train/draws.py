@@ -17,6 +17,9 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     REDRAW = 2
+    REVISE_ACCEPT = 3
+    REVISE_REDRAW = 4
+    RACE = 5
 
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer

@@ -1,10 +1,11 @@
-"""Trained heads on disk: model.safetensors, config.json and a model card. No pickle."""
+"""Trained heads on disk and on the Hugging Face hub: model.safetensors, config.json and a model card. No pickle."""
 
 import json
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from huggingface_hub import HfApi, constants, snapshot_download
 
 from ssd_train.backbones.base import Backbone
 from ssd_train.files import write_atomically
@@ -13,14 +14,13 @@ from ssd_train.heads import Heads, HeadSpec, name
 CARD = """---
 library_name: ssd_train
 tags: [speculative-decoding, image-generation]
-base_model: {backbone}
 ---
 # Spatially Speculative Decoding heads for {backbone}
 
 {heads[k_horizontal]} horizontal and {heads[k_vertical]} vertical heads ({parameters:.1f}M parameters, \
 {heads[space]} space) for a {grid[0]}x{grid[1]} token grid, trained by self-distillation from {training[samples]} \
-images. Load them with `ssd_train.export.load_heads(path, backbone)`: it refuses any backbone but the one with \
-fingerprint `{fingerprint}`.
+images. Load them with `ssd_train.export.load_heads(directory or hub id, backbone)`, or decode with \
+`decode.heads=` the same: both refuse any backbone but the one with fingerprint `{fingerprint}`.
 
 ## Validation on held-out prompts
 {validation}
@@ -28,6 +28,9 @@ fingerprint `{fingerprint}`.
 ## Decoding with the exported heads
 {measured}
 """
+
+
+FILES = "model.safetensors", "config.json", "README.md"
 
 
 class HeadsError(ValueError):
@@ -61,10 +64,13 @@ def write_card(directory: Path, config: dict, measured: str = "Not measured yet.
     """The model card; ``measured`` is a markdown table of decoding figures."""
     metrics = config["training"].get("validation", {})
     rows = ["| head | acceptance rate | top-1 agreement |", "|---|---|---|"]
-    for direction, offset in HeadSpec(**config["heads"]).offsets():
-        figures = [metrics.get(f"validation/{metric}/{name(direction, offset)}") for metric in ("acceptance", "top1")]
+    labels = {name(*pair): "{} +{}".format(*pair) for pair in HeadSpec(**config["heads"]).offsets()}
+    for step in range(2, config["grid"][1]):
+        labels[f"unroll_{step}"] = f"horizontal +1, step {step} on its own predictions"
+    for key, label in labels.items():
+        figures = [metrics.get(f"validation/{metric}/{key}") for metric in ("acceptance", "top1")]
         if None not in figures:
-            rows.append(f"| {direction} +{offset} | {figures[0]:.3f} | {figures[1]:.3f} |")
+            rows.append(f"| {label} | {figures[0]:.3f} | {figures[1]:.3f} |")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Heads(HeadSpec(**config["heads"])).parameters())
     card = CARD.format(**config, parameters=parameters / 1e6, validation="\n".join(rows), measured=measured)
@@ -83,10 +89,10 @@ def read_config(directory: str | Path) -> dict:
     return config
 
 
-def load_heads(directory: str | Path, backbone: Backbone) -> Heads:
-    """Heads in eval mode, float32, on the CPU. Raises HeadsError naming what does not fit: the backbone's fingerprint,
-    the grid, the width or vocabulary, a missing, unexpected or mis-shaped tensor."""
-    directory = Path(directory)
+def load_heads(source: str | Path, backbone: Backbone, revision: str | None = None) -> Heads:
+    """Heads in eval mode, float32, on the CPU, from a directory or the hub. Raises HeadsError naming what does not fit:
+    the backbone's fingerprint, the grid, the width or vocabulary, a missing, unexpected or mis-shaped tensor."""
+    directory = heads_folder(source, revision)
     config = read_config(directory)
     expected = {
         "grid": [backbone.grid.height, backbone.grid.width],
@@ -102,6 +108,10 @@ def load_heads(directory: str | Path, backbone: Backbone) -> Heads:
                 f"the heads in {directory} were trained for {key} {found[key]} (backbone {config.get('backbone')}), "
                 f"but {backbone.name} has {value}"
             )
+    return _read_heads(directory, config)
+
+
+def _read_heads(directory: Path, config: dict) -> Heads:
     heads = Heads(HeadSpec(**config["heads"]))
     try:
         tensors = safetensors.torch.load_file(directory / "model.safetensors")
@@ -115,3 +125,49 @@ def load_heads(directory: str | Path, backbone: Backbone) -> Heads:
         raise HeadsError(f"{directory}/model.safetensors does not match its config.json:\n" + "\n".join(lines))
     heads.load_state_dict(tensors)
     return heads.eval().requires_grad_(False)
+
+
+# -- the hub ------------------------------------------------------------------------------------------------------
+
+
+def heads_folder(source: str | Path, revision: str | None = None) -> Path:
+    """The directory of exported heads. A string that names none here may be a hub id, "owner/name" or
+    "owner/name@revision": its files are downloaded, or found in the hub's cache. Raises HeadsError if they are neither
+    here nor to be had."""
+    if isinstance(source, Path) or Path(source).is_dir() or source.count("/") != 1:
+        return Path(source)
+    repository, _, pinned = source.partition("@")
+    revision = revision or pinned or None
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=FILES))
+    except Exception as error:  # of whatever library the hub's speaks HTTP with
+        at = f" --revision {revision}" if revision else ""
+        offline = " HF_HUB_OFFLINE is set, so nothing was downloaded." if constants.HF_HUB_OFFLINE else ""
+        raise HeadsError(
+            f"{source} is no directory here, and no heads of that name are to be had from the Hugging Face hub."
+            f"{offline} Where there is a network, run `hf download {repository}{at}` and bring that machine's hub "
+            f"cache (HF_HOME) here, or copy the files and name their directory. The hub's own message: {error}"
+        ) from error
+
+
+def push_heads(directory: str | Path, repository: str, private: bool = True, revision: str | None = None) -> str:
+    """Puts an export with its card, and so with what was measured, into "owner/name" on the hub, which is made if it is
+    not there; returns the commit's URL. Whoever `hf auth login` or HF_TOKEN says does it: no token passes through here.
+
+    Raises HeadsError for what is no whole export, and if the hub cannot be reached or refuses.
+    """
+    directory = Path(directory)
+    _read_heads(directory, read_config(directory))
+    api = HfApi(library_name="ssd_train")
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository, folder_path=directory, allow_patterns=list(FILES), revision=revision,
+            commit_message="Spatially Speculative Decoding heads",
+        )  # fmt: skip
+    except Exception as error:
+        raise HeadsError(
+            f"{directory} was not pushed to {repository}; expected an owner/name that you may write to, a network, and "
+            f"to be logged in (`hf auth login`). The hub's own message: {error}"
+        ) from error
+    return commit.commit_url

@@ -1,12 +1,17 @@
-"""The Lightning module: calls losses.py and heads.py, logs, and sets up the optimiser."""
+"""The Lightning module: calls losses.py and heads.py, logs, and sets up the optimiser.
+
+S streams (2, both of CFG, where a loss needs the guided distributions, else 1), B samples, h' x w' positions that have
+a neighbour at a head's offset, d width.
+"""
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ssd_train import losses
 from ssd_train.backbones.base import OutputLayers
@@ -14,7 +19,34 @@ from ssd_train.datamodule import Batch
 from ssd_train.distributions import Sampling, acceptance_rate, guide, guided_probabilities
 from ssd_train.draws import uniform
 from ssd_train.grid import Grid
-from ssd_train.heads import Direction, Heads, name, pairs, widen
+from ssd_train.heads import Direction, Heads, left_neighbours, name, pairs, widen
+
+
+class Pairs(NamedTuple):
+    """What one head predicts from, and what it should predict."""
+
+    states: Tensor  # [S, B, h', w', d]
+    tokens: Tensor  # [B, h', w']
+    target: Tensor  # [S, B, h', w', d]
+    target_tokens: Tensor  # [B, h', w']
+
+    @classmethod
+    def of(cls, states: Tensor, tokens: Tensor, grid: Grid, direction: Direction, offset: int) -> "Pairs":
+        """From states [S, B, h, w, d] and tokens [B, h, w] of whole grids."""
+        source, target = pairs(states, grid, direction, offset)
+        source_tokens, target_tokens = pairs(tokens[..., None], grid, direction, offset)
+        return cls(source, source_tokens[..., 0], target, target_tokens[..., 0])
+
+    def row(self, y: int) -> "Pairs":
+        """Of the h' rows this one."""
+        at = slice(y, y + 1)
+        return Pairs(self.states[:, :, at], self.tokens[:, at], self.target[:, :, at], self.target_tokens[:, at])
+
+    def onward(self, predicted: Tensor) -> "Pairs":
+        """One column further: from the states [S, B, h', w', d] that the horizontal +1 head predicted here."""
+        return Pairs(
+            predicted[..., :-1, :], self.target_tokens[..., :-1], self.target[..., 1:, :], self.target_tokens[..., 1:]
+        )
 
 
 class HeadModule(L.LightningModule):
@@ -22,8 +54,11 @@ class HeadModule(L.LightningModule):
 
     def __init__(self, heads: Heads, output: OutputLayers, grid: Grid, sampling: Sampling, settings: Any, steps: int,
                  seed: int):  # fmt: skip
-        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule."""
+        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule. Raises ValueError if
+        the horizontal +1 head is to be unrolled beyond a row's end."""
         super().__init__()
+        if settings.unroll >= grid.width:
+            raise ValueError(f"head.unroll is {settings.unroll}; expected less than the grid's {grid.width} columns")
         self.heads = heads
         # A copy: the backbone keeps its dtype. In a list: not a sub-module, not in checkpoints.
         self._frozen = [copy.deepcopy(output).float().requires_grad_(False)]
@@ -39,12 +74,24 @@ class HeadModule(L.LightningModule):
     # -- steps --------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        terms = {}
+        weights, stream = self.settings.loss, self._stream(batch)
+        guided = self.heads.spec.space == "latent" and bool(weights.kl or weights.total_variation)
+        both = batch["hidden"].transpose(0, 1)
+        states = both if guided else _choose(both, stream)[None]
+        terms: dict[str, list[Tensor]] = {}
         for direction, offset in self.heads.spec.offsets():
-            for term, value in self.losses(batch, direction, offset).items():
-                terms.setdefault(term, []).append(value)
-        means = {term: torch.stack(values).mean() for term, values in terms.items()}
-        weights = self.settings.loss
+            unroll = self._unroll(direction, offset)
+            at = Pairs.of(states, batch["tokens"], self.grid, direction, offset)
+            for _ in range(unroll):
+                # Made again in the backward pass: ten heads' graphs at a time do not fit a GPU at d = 4096.
+                values, predicted = checkpoint(
+                    self.losses, at, stream, direction, offset, use_reentrant=False, preserve_rng_state=False
+                )
+                at = at.onward(predicted * self.heads.spec.state_scale)
+                for term, value in values.items():
+                    terms.setdefault(term, []).append(value / unroll)
+        heads = len(self.heads.predictors)
+        means = {term: torch.stack(values).sum() / heads for term, values in terms.items()}
         loss = sum(value * weights.get(term, 1.0) for term, value in means.items())
         if not torch.isfinite(loss):
             raise ValueError(
@@ -55,80 +102,83 @@ class HeadModule(L.LightningModule):
         self.log_dict({f"train/{term}": value for term, value in means.items()})
         return loss
 
-    def losses(self, batch: Batch, direction: Direction, offset: int) -> dict[str, Tensor]:
-        """The unweighted terms in use for one head: scalars by name."""
-        tokens = batch["tokens"]
+    def losses(self, at: Pairs, stream: Tensor, direction: Direction, offset: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The unweighted terms in use for one head, scalars by name, and its predictions over the state scale
+        [S, B, h', w', d]. ``stream`` [B] is each sample's for Smooth L1, where there are two.
+
+        KL and total variation are between the guided distributions at the sampling temperature. The drafts' own top-k
+        and top-p are left out: cut-off tokens would have no gradient.
+        """
         spec, weights = self.heads.spec, self.settings.loss
-        _, target_tokens = pairs(tokens[..., None], self.grid, direction, offset)
+        predicted = self.predict(at, direction, offset)
         if spec.space == "token":
-            source, _ = self._rectangles(self._chosen_stream(batch), tokens, direction, offset)
-            logits = self.heads.logits(direction, offset, source, self.output.readout)
-            return {"cross_entropy": losses.cross_entropy(logits, target_tokens[..., 0])}
+            logits = self.heads.logits(direction, offset, predicted[0], self.output.readout)
+            return {"cross_entropy": losses.cross_entropy(logits, at.target_tokens)}, predicted
         terms = {}
         if weights.smooth_l1:
-            source, target = self._rectangles(self._chosen_stream(batch), tokens, direction, offset)
-            terms["smooth_l1"] = losses.smooth_l1(self.heads(direction, offset, source), target / spec.state_scale)
+            target = _choose(at.target, stream) / spec.state_scale
+            terms["smooth_l1"] = losses.smooth_l1(_choose(predicted, stream), target)
         if weights.kl or weights.total_variation:
-            p, q_logits = self._guided(batch, direction, offset)
+            p = guided_probabilities(self.output.readout(at.target), self.sampling)
+            logits = self.heads.logits(direction, offset, predicted, self.output.readout)
+            logits = guide(logits, self.sampling.guidance) / (self.sampling.temperature or 1)
             if weights.kl:
-                terms["kl"] = losses.kl(q_logits, p)
+                terms["kl"] = losses.kl(logits, p)
             if weights.total_variation:
-                terms["total_variation"] = losses.total_variation(q_logits, p)
-        return terms
+                terms["total_variation"] = losses.total_variation(logits, p)
+        return terms, predicted
 
-    def _chosen_stream(self, batch: Batch) -> Tensor:
-        """Condition drop: each sample's conditional states, or with that probability its unconditional ones.
-        [B, h, w, d]. A function of (seed, sample, step), so that a resumed run drops the same."""
+    def predict(self, at: Pairs, direction: Direction, offset: int) -> Tensor:
+        """A head's predictions over the state scale [S, B, h', w', d]; a recurrent one is given the true tokens."""
+        z = self.heads.inputs(at.states, self.output.embed(at.tokens).expand_as(at.states))
+        left = left_neighbours(self.output.embed(at.target_tokens)) if self.heads.recurrent(direction) else None
+        return self.heads(direction, offset, widen(z, self.heads.context(direction)), left)
+
+    def _unroll(self, direction: Direction, offset: int) -> int:
+        """How often a head goes on from its own prediction: the +1 to the right can, as in EAGLE (arXiv 2401.15077)."""
+        return self.settings.unroll if (direction, offset) == (Direction.HORIZONTAL, 1) else 1
+
+    def _stream(self, batch: Batch) -> Tensor:
+        """Condition drop: 0 for a sample's conditional states, or with that probability 1 for its unconditional ones,
+        [B]. A function of (seed, sample, step), so that a resumed run drops the same."""
         index = batch["index"]
         u = uniform(torch.full_like(index, self.seed), index, self.global_step)
-        stream = (u < self.settings.condition_drop).long()
-        return batch["hidden"][torch.arange(len(index), device=index.device), stream]
-
-    def _rectangles(self, hidden: Tensor, tokens: Tensor, direction: Direction, offset: int) -> tuple[Tensor, Tensor]:
-        """Inputs z and target states of one head from states [..., h, w, d] and tokens [..., h, w]."""
-        z = widen(self.heads.inputs(hidden, self.output.embed(tokens)), self.heads.context(direction))
-        return pairs(z, self.grid, direction, offset)[0], pairs(hidden, self.grid, direction, offset)[1]
-
-    def _guided(self, batch: Batch, direction: Direction, offset: int) -> tuple[Tensor, Tensor]:
-        """(p, draft logits), both guided and at the sampling temperature, [B, h', w', V]. The drafts' own top-k and
-        top-p are left out: cut-off tokens would have no gradient."""
-        hidden = batch["hidden"].transpose(0, 1)
-        z, target = self._rectangles(hidden, batch["tokens"].expand(2, -1, -1, -1), direction, offset)
-        p = guided_probabilities(self.output.readout(target), self.sampling)
-        logits = guide(self.heads.logits(direction, offset, z, self.output.readout), self.sampling.guidance)
-        return p, logits / (self.sampling.temperature or 1)
+        return (u < self.settings.condition_drop).long()
 
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """By head: Smooth L1 (in token space cross-entropy) on the conditional stream, the acceptance rate
-        sum_v min(p, q) on the guided distributions, and top-1 agreement. One row of the grid at a time, for the
-        memory's sake."""
-        hidden, tokens = batch["hidden"].transpose(0, 1), batch["tokens"].expand(2, -1, -1, -1)
-        size = len(batch["index"])
+        """By head, and by unrolled step: Smooth L1 (in token space cross-entropy) on the conditional stream, the
+        acceptance rate sum_v min(p, q) on the guided distributions, and top-1 agreement. One row of the grid at a time,
+        for the memory's sake."""
+        scale, size = self.heads.spec.state_scale, len(batch["index"])
         rates = []
         for direction, offset in self.heads.spec.offsets():
-            z, target = self._rectangles(hidden, tokens, direction, offset)
-            target_tokens = pairs(batch["tokens"][..., None], self.grid, direction, offset)[1][..., 0]
+            whole = Pairs.of(batch["hidden"].transpose(0, 1), batch["tokens"], self.grid, direction, offset)
             rows: dict[str, list[Tensor]] = {}
-            for y in range(z.shape[2]):
-                logits = self.heads.logits(direction, offset, z[:, :, y], self.output.readout)
-                p = guided_probabilities(self.output.readout(target[:, :, y]), self.sampling)
-                q = guided_probabilities(logits, self.sampling)
-                figures = {
-                    "acceptance": acceptance_rate(p, q).mean(),
-                    "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
-                }
-                if self.heads.spec.space == "token":
-                    figures["cross_entropy"] = losses.cross_entropy(logits[0], target_tokens[:, y])
-                else:
-                    predicted = self.heads(direction, offset, z[0, :, y])
-                    figures["smooth_l1"] = losses.smooth_l1(predicted, target[0, :, y] / self.heads.spec.state_scale)
-                for figure, value in figures.items():
-                    rows.setdefault(figure, []).append(value)
-            means = {figure: torch.stack(values).mean() for figure, values in rows.items()}
-            rates.append(means["acceptance"])
-            for figure, value in means.items():
-                self.log(f"validation/{figure}/{name(direction, offset)}", value, batch_size=size, sync_dist=True)
+            for y in range(whole.tokens.shape[1]):
+                at = whole.row(y)
+                for step in range(self._unroll(direction, offset)):
+                    predicted = self.predict(at, direction, offset)
+                    logits = self.heads.logits(direction, offset, predicted, self.output.readout)
+                    p = guided_probabilities(self.output.readout(at.target), self.sampling)
+                    q = guided_probabilities(logits, self.sampling)
+                    figures = {
+                        "acceptance": acceptance_rate(p, q).mean(),
+                        "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
+                    }
+                    if self.heads.spec.space == "token":
+                        figures["cross_entropy"] = losses.cross_entropy(logits[0], at.target_tokens)
+                    else:
+                        figures["smooth_l1"] = losses.smooth_l1(predicted[0], at.target[0] / scale)
+                    key = f"unroll_{step + 1}" if step else name(direction, offset)
+                    for figure, value in figures.items():
+                        rows.setdefault(f"{figure}/{key}", []).append(value)
+                    at = at.onward(predicted * scale)
+            for figure, values in rows.items():
+                mean = torch.stack(values).mean()
+                self.log(f"validation/{figure}", mean, batch_size=size, sync_dist=True)
+                if figure.startswith("acceptance"):
+                    rates.append(mean)
         self.log("validation/acceptance", torch.stack(rates).mean(), batch_size=size, prog_bar=True, sync_dist=True)
 
     # -- optimiser ----------------------------------------------------------------------------------------------
@@ -143,6 +193,11 @@ class HeadModule(L.LightningModule):
             optimizer, lambda step: learning_rate(step, self.steps, s.warmup_steps, s.min_lr / s.lr)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _choose(x: Tensor, stream: Tensor) -> Tensor:
+    """Each sample's stream: x [S, B, ...] and stream [B] -> [B, ...]; the only one if S is 1."""
+    return x[0] if len(x) == 1 else x[stream, torch.arange(len(stream), device=x.device)]
 
 
 def learning_rate(step: int, steps: int, warmup: int, floor: float) -> float:

@@ -1,43 +1,79 @@
-"""How much memory and disk a run takes: arithmetic on a backbone that need not be loaded.
+"""How much memory, disk and time a run takes: arithmetic on a backbone that need not be loaded.
 
 B images a batch, R = 2B rows (both CFG streams), S slots of the KV cache, L image tokens, d width, m width of a head's
-hidden layer, V image vocabulary. Everything is in bytes; GB are 10^9. What the formulas leave out (scratch space of
+hidden layer, V image vocabulary. Memory is in bytes; GB are 10^9. What the formulas leave out (scratch space of
 kernels, fragmentation, the CUDA context) is why cards are counted at a little less than they have.
+
+Times are what a card cannot go below: all weights of a pass and its KV cache are read once at full bandwidth, or its
+multiplications take longer at full speed. Left out are what keeps kernels from that, launching them, drawing tokens and
+drafts, loading, and reading shards.
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+from hydra.utils import instantiate
 
 from ssd_train.backbones.base import Backbone
-from ssd_train.backbones.sketches import sketch
-from ssd_train.config import Config, Space
+from ssd_train.backbones.sketches import UnknownSize, sketch
+from ssd_train.config import Config, Space, Stage
+from ssd_train.decoding.parts import Schedule
+from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.grid import Grid
-from ssd_train.heads import Direction, Heads, HeadSpec, source_rectangle
+from ssd_train.heads import Direction, Heads, HeadSpec, name, source_rectangle
 from ssd_train.shards import CacheDtype, sample_bytes
 
 log = logging.getLogger(__name__)
 
 GB = 10**9
-CARDS = {"H200": 141 * GB, "A100": 80 * GB, "RTX 4090": 24 * GB}
+
+
+@dataclass(frozen=True)
+class Card:
+    """``memory`` in bytes, its ``bandwidth`` in bytes a second; FLOP a second of dense products in 16 bits (tensor
+    cores, float32 sums) and in float32 (none: torch's default)."""
+
+    memory: int
+    bandwidth: float
+    flops_16: float
+    flops_32: float
+
+    def flops(self, value: int) -> float:
+        """For numbers of ``value`` bytes."""
+        return self.flops_16 if value <= 2 else self.flops_32
+
+
+CARDS = {  # NVIDIA's data sheets of H200 SXM and A100 80GB SXM, and its Ada architecture paper
+    "H200": Card(141 * GB, 4.8e12, 989e12, 67e12),
+    "A100": Card(80 * GB, 2.039e12, 312e12, 19.5e12),
+    "RTX 4090": Card(24 * GB, 1.008e12, 165.2e12, 82.6e12),
+}
 PROMPT = 128  # slots that a prompt is taken to need; the longest of a batch counts
 CHECKED = 4  # samples that the cache stage compares with the class's own logits
 ADAM = 4 * 4  # a parameter: float32 weight, gradient and two moments
 NLL_ELEMENTS = 2**24  # logits that metrics.negative_log_likelihood makes at a time
+SCALED = 32  # samples that the scales of a head's inputs are measured on
+PREFETCHED = 3  # batches of a worker: one in the making, and DataLoader's two that wait
+TRAINING = 8 / 9  # of the samples: prompts are for training, validation and test 8 : 1 : 1, and no test ones are cached
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What memory depends on in a backbone. ``value`` is the bytes of a number, ``weights`` those of all parameters
-    and of the tables that adapters keep beside them, ``output`` the numbers in the layers that training copies."""
+    and of the tables that adapters keep beside them, ``output`` the numbers in the layers that training copies,
+    ``readout`` those of them that are no table of embeddings, ``decoder`` those of all layers before."""
 
     grid: Grid
     parameters: int
     weights: int
     output: int
+    readout: int
+    decoder: int
     width: int
     vocabulary: int
     layers: int
@@ -59,6 +95,8 @@ class Sizes:
             parameters=parameters,
             weights=sum(t.numel() * t.element_size() for t in tensors),
             output=sum(t.numel() for t in output),
+            readout=sum(p.numel() for p in backbone.output.parameters()),
+            decoder=sum(p.numel() for p in backbone.decoder.layers.parameters()),
             width=backbone.width,
             vocabulary=backbone.vocabulary,
             layers=config.num_hidden_layers,
@@ -92,17 +130,19 @@ def head_spec(cfg: Config, s: Sizes) -> HeadSpec:
         hidden=head.hidden or 0,
         space=head.space.name,
         context=head.context,
+        recurrent=head.recurrent,
     )
 
 
+@cache
 def head_parameters(spec: HeadSpec) -> dict[str, int]:
     """By head, with its vocabulary projection if it has one."""
     with torch.device("meta"):
         heads = Heads(spec)
-    parts = {name: [predictor] for name, predictor in heads.predictors.items()}
-    for name, projection in heads.vocabulary_projections.items():
-        parts[name].append(projection)
-    return {name: sum(p.numel() for part in group for p in part.parameters()) for name, group in parts.items()}
+    parts = {head: [predictor] for head, predictor in heads.predictors.items()}
+    for head, projection in heads.vocabulary_projections.items():
+        parts[head].append(projection)
+    return {head: sum(p.numel() for part in group for p in part.parameters()) for head, group in parts.items()}
 
 
 # -- sampling and decoding ----------------------------------------------------------------------------------------
@@ -177,30 +217,39 @@ def decode_stage(s: Sizes, images: int, heads: int) -> int:
 # -- training -----------------------------------------------------------------------------------------------------
 
 
-def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str) -> int:
-    """What the graph of all heads keeps until the backward pass, and that pass's own largest step.
+def guides(loss: dict[str, float]) -> bool:
+    """Whether a loss needs both streams and the readout."""
+    return bool(loss["kl"] or loss["total_variation"])
 
-    A head keeps z (2d, times its context) of the whole grid and, where its target is on the grid, z's projection and
-    norm, four hidden tensors (m), and up to three d around the loss. KL and total variation need both streams of that,
-    and tensors of V. Mixed precision halves z and the hidden ones.
+
+def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str) -> int:
+    """What a training step keeps beside the batch: the chosen streams; one head's graph at a time, with the largest
+    step of its backward pass, or in mixed precision the heads' 16-bit copies if these are larger.
+
+    At each position that has a target, a head keeps z (2d, times its context), z's projection and norm, four hidden
+    tensors (m), and three d around the loss; a recurrent one also 5d of its cell. KL and total variation need both
+    streams of that, two more d around the readout, and tensors of V. Mixed precision halves z and the hidden ones.
     """
     m, d, v = spec.hidden, spec.width, spec.vocabulary
     narrow = 2 if "16" in precision else 4
+    guided = spec.space == Space.latent.name and guides(loss)
+    streams = 1 + guided
     if spec.space == Space.token.name:
-        streams, around, logits, step = 1, 3, v * narrow, 3 * v * 4
+        logits, logits_step = v * narrow, 3 * v * 4
     else:
-        through_readout = bool(loss["kl"]) + bool(loss["total_variation"])
-        streams, around = bool(loss["smooth_l1"]) + 2 * bool(through_readout), 5
-        logits = (1 + through_readout) * v * 4 if through_readout else 0
-        step = 4 * max(3 * m, 6 * d, 4 * v * bool(through_readout))
-    kept = largest = 0
+        logits, logits_step = guided * 3 * v * 4, guided * 4 * v * 4
+    step = max(streams * 3 * m * narrow, streams * 3 * d * 4, logits_step)
+    kept = at_once = 0
     for direction, offset in spec.offsets():
         rows, columns = source_rectangle(s.grid, direction, offset)
-        context = spec.context if direction is Direction.VERTICAL else 1
-        kept += s.grid.size * streams * 2 * context * d * narrow
-        kept += rows * columns * (streams * (4 * m * narrow + around * d * 4) + logits)
-        largest = max(largest, rows * columns * step)
-    return images * (kept + largest)
+        vertical = direction is Direction.VERTICAL
+        z = 2 * d * (spec.context if vertical else 1)
+        around = 3 + 2 * guided + 5 * (spec.recurrent and vertical)
+        kept = max(kept, rows * columns * (streams * ((z + 4 * m) * narrow + around * d * 4) + logits))
+        at_once = max(at_once, rows * columns * step)
+    chosen = 0 if guided else s.grid.size * d * 4
+    copies = 2 * sum(head_parameters(spec).values()) if narrow == 2 else 0  # gone before the backward pass
+    return images * (chosen + kept) + max(images * at_once, copies)
 
 
 def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: bool = False) -> int:
@@ -219,6 +268,88 @@ def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: boo
     batch = 2 * images * s.grid.size * s.width * 4
     kept = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision)
     return s.weights + 4 * s.output + optimiser + batch + kept
+
+
+def host(cfg: Config, s: Sizes) -> dict[str, int]:
+    """By stage, what a process keeps in the machine's memory, beside weights on their way to a GPU: a shard in the
+    making; in training, validation samples (twice while they are batched), each worker's shuffle buffer and batches."""
+    exact = 2 * s.grid.size * s.width * 4
+    stored = sample_bytes(s.grid.size, s.width, cfg.cache.dtype)
+    worker = cfg.train.shuffle_buffer * stored + PREFETCHED * cfg.train.batch_size * exact
+    samples = min(cfg.train.validation_samples, cfg.cache.samples)
+    training = max(
+        2 * min(SCALED, cfg.cache.samples) * exact, 2 * samples * exact, samples * exact + cfg.train.workers * worker
+    )
+    shard = min(cfg.cache.shard_size, cfg.cache.samples) * 2 * s.grid.size * s.width * s.value + stored
+    return {"cache": shard, "train": training}
+
+
+# -- time ---------------------------------------------------------------------------------------------------------
+
+
+def pass_seconds(s: Sizes, card: Card, images: int, tokens: int, width: int) -> float:
+    """A pass that feeds ``tokens`` a row, which see ``width`` slots: two FLOP a weight and token, four a number of keys
+    that a query meets."""
+    rows, weights = 2 * images, s.decoder + s.readout
+    read = weights * s.value + rows * width * s.kv_token
+    flops = rows * tokens * (2 * weights + 4 * s.layers * s.heads * s.head_dim * width)
+    return max(read / card.bandwidth, flops / card.flops(s.value))
+
+
+def passes(schedule: Schedule, grid: Grid) -> list[tuple[int, int]]:
+    """(tokens a row, slots they see) of each pass of a schedule that does not look at outcomes, the prompt's first."""
+    made = [(PROMPT, PROMPT)]
+    for step in schedule.script(grid):
+        if step.feed:
+            index, _, _ = grid.feed_plan(step.feed)
+            made.append((len(index), PROMPT + index[-1] + 1))
+    return made
+
+
+def image_seconds(s: Sizes, card: Card, images: int, made: list[tuple[int, int]]) -> float:
+    """A batch of images by these passes."""
+    return sum(pass_seconds(s, card, images, tokens, width) for tokens, width in made)
+
+
+def training_flops(cfg: Config, s: Sizes) -> int:
+    """A sample's: a head's every weight takes two FLOP a position forward, two when that is made again in the backward
+    pass, and four backward, but those that read z two. KL and total variation take both streams, and the readout of the
+    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen)."""
+    spec = head_spec(cfg, s)
+    guided = spec.space == Space.latent.name and guides(dict(cfg.head.loss))
+    by_head, total = head_parameters(spec), 0
+    for direction, offset in spec.offsets():
+        rows, columns = source_rectangle(s.grid, direction, offset)
+        z = 2 * s.width * (spec.context if direction is Direction.VERTICAL else 1)
+        a_position = 8 * by_head[name(direction, offset)] - 2 * z * s.width + 10 * s.readout * guided
+        total += rows * columns * a_position * (1 + guided)
+    return total
+
+
+def hours(cfg: Config, s: Sizes, card: Card, samples: dict[str, int], decoders: dict[str, list]) -> dict:
+    """What one card takes no less than, for the cache of each number of ``samples``, training on it, and decoding with
+    each of ``decoders`` (their passes). At the run's batch sizes, or the largest that fit; None where none does."""
+    fit = {setting: min(batch, largest(need, card.memory)) for setting, (batch, need) in needs(cfg, s).items()}
+    caching = training = None
+    if batch := fit["cache.batch_size"]:
+        caching = image_seconds(s, card, batch, passes(Autoregressive(), s.grid)) / batch
+    if fit["train.batch_size"]:
+        rate = card.flops(2 if "16" in cfg.train.precision else 4)
+        training = TRAINING * cfg.train.epochs * training_flops(cfg, s) / rate
+    decoding = {}
+    for decoder, made in decoders.items():
+        decoding[decoder] = None
+        if batch := fit["decode.batch_size"]:
+            batches = math.ceil(cfg.decode.prompts / batch)
+            likelihood = pass_seconds(s, card, batch, s.grid.sequence_length, s.slots)
+            single = image_seconds(s, card, 1, made)
+            seconds = batches * (image_seconds(s, card, batch, made) + likelihood)
+            decoding[decoder] = (seconds + (1 + 2 * cfg.decode.timed_images) * single) / 3600
+    return {
+        "cache": {key: caching and count * caching / 3600 for key, count in samples.items()},
+        "train": {key: training and count * training / 3600 for key, count in samples.items()},
+        "decode": decoding,
+    }
 
 
 # -- what fits ----------------------------------------------------------------------------------------------------
@@ -255,12 +386,15 @@ def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
         samples["published"] = published.samples
         trainings.add((published.gpus, published.batch_size))
     batches = {setting: batch for setting, (batch, _) in needs(cfg, s).items()}
+    schedules = {decoder: instantiate(node.schedule) for decoder, node in cfg.decoder.items()}
+    decoders = {decoder: passes(made, s.grid) for decoder, made in schedules.items() if not made.adaptive}
     cards = {}
-    for card, memory in CARDS.items():
-        cards[card] = {"memory": memory, "weights_fit": s.weights <= memory}
+    for card, sheet in CARDS.items():
+        cards[card] = {"memory": sheet.memory, "weights_fit": s.weights <= sheet.memory}
         for setting, (batch, need) in needs(cfg, s).items():
-            needed = need(batch)
-            cards[card][setting] = {"needs": needed, "fits": needed <= memory, "largest": largest(need, memory)}
+            needed, most = need(batch), largest(need, sheet.memory)
+            cards[card][setting] = {"needs": needed, "fits": needed <= sheet.memory, "largest": most}
+        cards[card]["hours"] = hours(cfg, s, sheet, samples, decoders)
     return {
         "model": cfg.model.name,
         "grid": [s.grid.height, s.grid.width],
@@ -273,11 +407,13 @@ def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
             **{key: kv_cache(s, batches[key]) for key in ("cache.batch_size", "decode.batch_size")},
         },
         "batch_sizes": batches,
+        "host": host(cfg, s),
         "cache": {
-            name: {str(dtype): count * sample_bytes(s.grid.size, s.width, dtype) for dtype in CacheDtype}
+            key: {str(dtype): count * sample_bytes(s.grid.size, s.width, dtype) for dtype in CacheDtype}
             | {"samples": count}
-            for name, count in samples.items()
+            for key, count in samples.items()
         },
+        "precision": cfg.train.precision,
         "heads": {"count": len(by_head), "largest": max(by_head.values()), "parameters": sum(by_head.values())},
         "training": [
             {
@@ -304,22 +440,32 @@ def markdown(contents: dict) -> str:
     rows["heads"] = (
         f"{heads['count']}, {heads['parameters'] / 1e6:.4g}M parameters, {heads['largest'] / 1e6:.4g}M the largest"
     )
-    for name, entry in contents["cache"].items():
+    for key, entry in contents["cache"].items():
         sizes = ", ".join(f"{_size(entry[dtype])} as {dtype}" for dtype in CacheDtype)
-        rows[f"cache on disk, {entry['samples']} samples ({name})"] = sizes
+        rows[f"cache on disk, {entry['samples']} samples ({key})"] = sizes
     for entry in contents["training"]:
         shares = f"{_size(entry['ddp'])} with DDP, {_size(entry['fsdp'])} with FSDP"
         rows[f"training, a GPU of {entry['gpus']}, {entry['batch_size']} images each"] = (
             shares if entry["gpus"] > 1 else _size(entry["ddp"])
         )
+    rows["the machine's own memory, a process"] = ", ".join(
+        f"{_size(n)} for the {stage} stage" for stage, n in contents["host"].items()
+    )
     height, width = contents["grid"]
     lines = [f"# {contents['model']}: {height} x {width} tokens{', end-of-line tokens' * contents['end_of_line']}", ""]
-    lines += ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {text} |" for key, text in rows.items())]
     settings = " | ".join(f"{key}={n}" for key, n in batch.items())
     lines += ["", f"| one card | {settings} |", "|---" * (1 + len(batch)) + "|"]
     for card, entry in contents["cards"].items():
         cells = " | ".join(_verdict(entry[key], entry["weights_fit"]) for key in batch)
         lines.append(f"| {card}, {_size(entry['memory'])} | {cells} |")
+    columns = [f"cache, {entry['samples']} samples" for entry in contents["cache"].values()]
+    columns += [f"train in {contents['precision']}, {entry['samples']} samples" for entry in contents["cache"].values()]
+    columns += [f"decode by {decoder}" for decoder in next(iter(contents["cards"].values()))["hours"]["decode"]]
+    lines += ["", f"| one card takes no less than | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for card, entry in contents["cards"].items():
+        times = [_time(hours) for by_key in entry["hours"].values() for hours in by_key.values()]
+        lines.append(f"| {card} | {' | '.join(times)} |")
     return "\n".join(lines)
 
 
@@ -334,6 +480,12 @@ def _size(n: int) -> str:
     return f"{n / GB:,.{1 if n < 100 * GB else 0}f} GB" if n >= GB else f"{n / 1e6:,.0f} MB"
 
 
+def _time(hours: float | None) -> str:
+    if hours is None:
+        return "-"
+    return f"{hours:,.{hours < 10:d}f} h" if hours >= 1 else f"{60 * hours:.2g} min"
+
+
 def device_memory(device: torch.device) -> int:
     """Bytes that are free on a GPU, but for a twentieth that fragments; or the machine's memory."""
     if device.type == "cuda":
@@ -342,14 +494,28 @@ def device_memory(device: torch.device) -> int:
 
 
 def require_fit(cfg: Config, device: torch.device) -> None:
-    """Raises ValueError if a stage of this run needs more memory than the device has, with what would fit. Does
-    nothing for a backbone whose size is not known before it is loaded."""
+    """Raises ValueError if a stage of this run needs more memory than there is, with what would fit, or heads would
+    have nothing to learn from. Does nothing for a backbone whose size is not known before it is loaded."""
     try:
         backbone = sketch(cfg.model)
-    except ValueError as error:
+    except UnknownSize as error:
         log.info("memory is not checked: %s", error)
         return
-    check_fit(cfg, Sizes.of(backbone), device_memory(device), str(device))
+    s = Sizes.of(backbone)
+    if Stage.train in cfg.stages:
+        require_reach(cfg, s.grid)
+    check_fit(cfg, s, device_memory(device), str(device))
+    check_host(cfg, s, device_memory(torch.device("cpu")))
+
+
+def require_reach(cfg: Config, grid: Grid) -> None:
+    """Raises ValueError if there are heads without a neighbour to learn from."""
+    head = cfg.head
+    if head.k_horizontal >= grid.width or head.k_vertical >= grid.height:
+        raise ValueError(
+            f"head.k_horizontal={head.k_horizontal}, head.k_vertical={head.k_vertical}; expected less than the width "
+            f"and height of {cfg.model.name}'s {grid.height}x{grid.width} grid"
+        )
 
 
 def check_fit(cfg: Config, s: Sizes, memory: int, device: str) -> None:
@@ -370,3 +536,17 @@ def check_fit(cfg: Config, s: Sizes, memory: int, device: str) -> None:
             mend = f"set {setting}={-(-value // steps)} ++train.trainer.accumulate_grad_batches={steps}"
         needed = f"{need(value) / GB:.1f} GB"
         raise ValueError(f"{setting}={value} needs about {needed} for {cfg.model.name}, and there are {have}; {mend}")
+
+
+def check_host(cfg: Config, s: Sizes, memory: int) -> None:
+    mends = {
+        "cache": "cache.shard_size",
+        "train": "train.shuffle_buffer (samples, each worker's), train.workers or train.validation_samples",
+    }
+    stages = {stage.name for stage in cfg.stages}
+    for stage, need in host(cfg, s).items():
+        if stage in stages and need > memory:
+            raise ValueError(
+                f"the {stage} stage needs about {need / GB:.1f} GB of the machine's memory for {cfg.model.name}, and "
+                f"there are {memory / GB:.1f} GB; lower {mends[stage]}"
+            )

@@ -220,6 +220,7 @@ def table_markdown(report: dict) -> str:
                 "decoder": name,
                 "exact": "yes" if entry["exact"] else "no",
                 "passes": f"{entry['passes']:.1f}",
+                "tokens a pass": f"{math.prod(report['grid']) / entry['passes']:.2f}",
                 "step speed-up": _format(entry["step_speedup"], "{:.2f}x"),
                 "wall speed-up": _format(entry["wall_speedup"], "{:.2f}x"),
                 "drafting": f"{entry['draft_fraction']:.1%}",

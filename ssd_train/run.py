@@ -5,26 +5,34 @@ import logging
 import time
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
+from tqdm import tqdm
 
 from ssd_train import config
 from ssd_train.backbones.base import Backbone
 from ssd_train.distributions import Sampling
+from ssd_train.export import heads_folder
 from ssd_train.files import write_atomically
 from ssd_train.plan import require_fit
 from ssd_train.prompts import Prompt, Split, take
+from ssd_train.shards import place
+from ssd_train.tracking import make_logger
+from ssd_train.world import ALONE, World
 
 log = logging.getLogger("ssd_train")
 
 
 class Run:
-    def __init__(self, cfg: config.Config):
+    def __init__(self, cfg: config.Config, world: World = ALONE):
         self.cfg = cfg
+        self.world = world
         self.output = Path(cfg.output)
-        self.device = config.device(cfg)
+        self.device = config.device(cfg, world.local_rank)
         self.sampling = Sampling(**OmegaConf.to_container(cfg.model.sampling, resolve=True))
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
@@ -43,8 +51,21 @@ class Run:
         )  # fmt: skip
         return backbone
 
+    @cached_property
+    def logger(self) -> Logger | None:
+        """One for all stages."""
+        return make_logger(self)
+
     def prompts(self, splits: list[Split], count: int) -> list[Prompt]:
         return take(instantiate(self.cfg.model.prompts), splits, count)
+
+    def progress(self, *args: Any, **kwargs: Any) -> tqdm:
+        """tqdm's bar, in the first process only."""
+        return tqdm(*args, disable=self.world.rank > 0, **kwargs)
+
+    def meet(self) -> None:
+        """Waits until all processes are here."""
+        self.world.meet("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
 
     # -- folders ------------------------------------------------------------------------------------------------
 
@@ -56,23 +77,25 @@ class Run:
         return config.fingerprint(*model, cache, self.cfg.seed)
 
     @property
-    def cache_dir(self) -> Path:
+    def cache_dir(self) -> Path | str:
+        """A URL only if cache.dir is one."""
         if self.cfg.cache.dir:
-            return Path(self.cfg.cache.dir)
+            return place(self.cfg.cache.dir)
         return Path("runs/cache") / f"{self.cfg.model.name}-{self.cache_fingerprint}"
 
     @property
     def checkpoint(self) -> Path:
-        return self.output / "checkpoints" / "last.ckpt"
+        """Another training's is another file: a change of settings and back loses nothing."""
+        return self.output / "checkpoints" / f"{self.train_fingerprint}.ckpt"
 
-    @property
+    @cached_property
     def heads_dir(self) -> Path:
-        return Path(self.cfg.decode.heads) if self.cfg.decode.heads else self.output / "heads"
+        return heads_folder(self.cfg.decode.heads) if self.cfg.decode.heads else self.output / "heads"
 
     @cached_property
     def train_fingerprint(self) -> str:
-        """Of everything that decides what a training run ends with (the number of workers decides the order of
-        samples)."""
+        """Of everything that decides what a training run ends with, but for the number of processes (the number of
+        workers decides the order of samples)."""
         train = {k: str(v) for k, v in self.cfg.train.items() if k not in ("validate_every", "checkpoint_every")}
         return config.fingerprint(self.cache_fingerprint, self.cfg.cache.samples, self.cfg.head, train)
 

@@ -3,32 +3,36 @@
     manifest.json      what every sample was made with; pinned, compared by name
     00012.tar          <key>.safetensors + <key>.json a sample, a fixed range of samples a shard
     00012.json         the shard's entry, written last: without it, or if the file differs from it, there is no shard
+    index.json         the entries of all shards, once they are complete: to start training, no shard need be touched
     claims.lock        empty; a process locks a byte of it for as long as it makes a shard
 
 A shard is the unit of work, of resumption and of repair. Its bytes depend on nothing but the manifest and its prompts.
+A finished cache may be copied to where webdataset can open it (http, https, s3 and others) and be read from there.
 L image tokens, d width; stream 0 is conditional, 1 unconditional.
 """
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
 import os
+import shlex
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from webdataset.gopen import gopen
 
-from ssd_train.files import write_atomically
+from ssd_train.files import claim, sha256, write_atomically
 from ssd_train.prompts import split_of
 
 
@@ -49,13 +53,15 @@ class CacheError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """tokens [h, w] int32; hidden [2, L, d], the states H before the final norm that predicted them."""
+    """tokens [h, w] int32; hidden [2, L, d], the states H before the final norm that predicted them; ``backbone`` the
+    fingerprint of whose states they are."""
 
     index: int
     prompt: str
     seed: int
     tokens: Tensor
     hidden: Tensor
+    backbone: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class ShardEntry:
 
     bytes: int
     sha256: str
+    backbone: str
     samples: list[list]
 
 
@@ -98,7 +105,8 @@ def _encode(sample: Sample, dtype: CacheDtype) -> tuple[bytes, bytes]:
         )
     tensors = pack(sample.hidden, dtype) | {"tokens": sample.tokens.to(torch.int32)}
     payload = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
-    info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "crc32": zlib.crc32(payload)}
+    info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "backbone": sample.backbone}
+    info["crc32"] = zlib.crc32(payload)
     return payload, json.dumps(info, sort_keys=True).encode()
 
 
@@ -110,20 +118,28 @@ def decode_sample(files: dict) -> Sample:
         if zlib.crc32(payload) != info["crc32"]:
             raise CacheError(f"{where} is damaged (checksum); re-run the cache stage with cache.verify=true to mend it")
         tensors = safetensors.torch.load(payload)
+        return Sample(info["index"], info["prompt"], info["seed"], tensors["tokens"], unpack(tensors), info["backbone"])
     except (KeyError, ValueError, safetensors.SafetensorError) as error:
         raise CacheError(f"{where} is damaged ({error}); re-run the cache stage to mend it") from error
-    return Sample(info["index"], info["prompt"], info["seed"], tensors["tokens"], unpack(tensors))
 
 
 # -- a directory of shards ----------------------------------------------------------------------------------------
 
 
+def place(directory: str | Path) -> str | Path:
+    """Where a cache lies: a path, or a URL as it stands."""
+    return directory.rstrip("/") if isinstance(directory, str) and "://" in directory else Path(directory)
+
+
 class ShardCache:
-    """The shards under one directory, all made from one manifest."""
+    """The shards under one directory, all made from one manifest. One under a URL is only read."""
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
-        self.manifest_path = self.directory / "manifest.json"
+        self.directory = place(directory)
+        self.remote = isinstance(self.directory, str)
+        if not self.remote:
+            self.manifest_path = self.directory / "manifest.json"
+            self.claims = self.directory / "claims.lock"
 
     def check(self, identity: dict) -> None:
         """Raises CacheError naming each value of ``identity`` in which the manifest that is there differs.
@@ -133,7 +149,8 @@ class ShardCache:
         if different:
             lines = [f"  {key}: cache {theirs.get(key)!r}, this run {mine[key]!r}" for key in different]
             raise CacheError(
-                f"the cache in {self.directory} was made with something else:\n" + "\n".join(lines)
+                f"the cache in {self.directory} was made with something else:\n"
+                + "\n".join(lines)
                 + "\nUse another cache.dir, or remove this one if it is not needed."
             )
 
@@ -142,12 +159,62 @@ class ShardCache:
         write_atomically(self.manifest_path, json.dumps(manifest, indent=2, sort_keys=True).encode())
 
     def manifest(self) -> dict:
-        if not self.manifest_path.exists():
-            raise CacheError(f"there is no cache in {self.directory} (no manifest.json); run the cache stage first")
-        return json.loads(self.manifest_path.read_text())
+        return self._read("manifest.json", json.loads)
+
+    @cached_property
+    def entries(self) -> dict[int, ShardEntry]:
+        """Of the shards that there are, from index.json: a start that touches none of them. Raises CacheError if there
+        is no index."""
+        there = None if self.remote else set(os.listdir(self.directory))
+        return {i: entry for i, entry in enumerate(self._index()) if there is None or self.path(i).name in there}
+
+    def write_index(self, count: int) -> None:
+        """Puts the entries of shards 0 to ``count`` - 1 into index.json, and leaves those of further ones: runs with
+        other numbers of samples share it. Raises CacheError if a shard is not of the manifest's backbone."""
+        with claim(self.directory / "manifest.lock"):
+            new = [self.entry(i) for i in range(count)]
+            if None in new:
+                return  # another process is making that shard longer, and writes the index when it is done
+            expected = self.manifest()["fingerprint"]
+            for i, entry in enumerate(new):
+                if entry.backbone != expected:
+                    raise CacheError(
+                        f"{self.path(i)} holds states of backbone {entry.backbone}, but the cache is of {expected}: it "
+                        "was copied here from elsewhere. Remove it and run the cache stage again."
+                    )
+            try:
+                old = self._index()
+            except CacheError:
+                old = []
+            new += old[count:]
+            if new != old:
+                write_atomically(self.directory / "index.json", json.dumps([asdict(entry) for entry in new]).encode())
 
     def path(self, shard: int) -> Path:
         return self.directory / f"{shard:05d}.tar"
+
+    def url(self, file: int | str) -> str:
+        """What webdataset opens to read a shard, by its number, or another file of the cache, by its name."""
+        where = f"{self.directory}/{f'{file:05d}.tar' if isinstance(file, int) else file}"
+        return f"pipe:aws s3 cp {shlex.quote(where)} -" if where.startswith("s3://") else where
+
+    def _index(self) -> list[ShardEntry]:
+        return self._read("index.json", lambda text: [ShardEntry(**entry) for entry in json.loads(text)])
+
+    def _read(self, name: str, parse: Callable[[bytes], Any]) -> Any:
+        """A file of the cache, parsed. Raises CacheError if it is not there, or not what it should be."""
+        try:
+            with gopen(self.url(name)) as file:
+                return parse(file.read())
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, FileNotFoundError) and not self.remote:
+                reason = f"there is no cache in {self.directory} (no {name}); run the cache stage first"
+            else:
+                reason = (
+                    f"{self.directory}/{name} cannot be read ({error}); expected that of a finished cache, which is "
+                    "made in a directory and can then be copied to where a URL leads"
+                )
+            raise CacheError(reason) from error
 
     def write(self, shard: int, samples: Iterable[Sample], dtype: CacheDtype) -> ShardEntry:
         """Writes a shard so that it is there whole or not at all. A full disk raises CacheError; nothing is left."""
@@ -164,8 +231,8 @@ class ShardCache:
                             tar.addfile(member, io.BytesIO(content))
                 file.flush()
                 os.fsync(file.fileno())
-            size, digest = temporary.stat().st_size, _sha256(temporary)
-            entry = ShardEntry(size, digest, [describe(s.index, s.prompt) for s in samples])
+            size, digest = temporary.stat().st_size, sha256(temporary)
+            entry = ShardEntry(size, digest, samples[0].backbone, [describe(s.index, s.prompt) for s in samples])
             temporary.replace(path)
             write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry), sort_keys=True).encode())
         except OSError as error:
@@ -181,36 +248,19 @@ class ShardCache:
 
     def entry(self, shard: int, verify: bool = False) -> ShardEntry | None:
         """The shard's entry if the shard is there and whole, else None. ``verify`` reads and hashes the file
-        (otherwise only its size is compared)."""
+        (otherwise only its size is compared). Under a URL what the index says has to do; samples are checked as they
+        are read."""
+        if self.remote:
+            return self.entries.get(shard)
         path = self.path(shard)
         try:
             entry = ShardEntry(**json.loads(path.with_suffix(".json").read_text()))
-            whole = path.stat().st_size == entry.bytes and not (verify and _sha256(path) != entry.sha256)
+            whole = path.stat().st_size == entry.bytes and not (verify and sha256(path) != entry.sha256)
         except (FileNotFoundError, ValueError, TypeError):
             return None
         return entry if whole else None
-
-    @contextmanager
-    def claim(self, shard: int | None, wait: bool = True) -> Iterator[bool]:
-        """Yields whether this process alone may make the shard (None: the manifest) until the context ends. What
-        another process has claimed is waited for, or with ``wait`` false not had. A claim ends with its process,
-        however that ends."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        byte = 0 if shard is None else shard + 1
-        with (self.directory / "claims.lock").open("a") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-            except (BlockingIOError, PermissionError):
-                yield False
-            else:
-                yield True
 
 
 def describe(index: int, prompt: str) -> list:
     """What a shard's entry says about a sample."""
     return [index, hashlib.sha256(prompt.encode()).hexdigest()[:16], str(split_of(prompt))]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -167,11 +167,11 @@ def test_a_disk_that_cannot_hold_the_cache_is_refused_first(make_run, tmp_path, 
 
 
 def test_too_few_samples_for_a_validation_prompt_are_refused_first(make_run, tmp_path):
-    run = make_run(tmp_path, "cache.samples=10")
-    with pytest.raises(ValueError, match=r"none of the first 10 prompts is a validation one; raise cache.samples"):
+    run = make_run(tmp_path, "cache.samples=6")
+    with pytest.raises(ValueError, match=r"none of the first 6 prompts is a validation one; raise cache.samples"):
         stage.check(run)
     assert not (tmp_path / "cache").exists()
-    stage.run(make_run(tmp_path, "cache.samples=10", "stages=[cache]"))
+    stage.run(make_run(tmp_path, "cache.samples=6", "stages=[cache]"))
 
 
 def test_states_after_the_norm_are_refused(make_run, tmp_path):
@@ -303,7 +303,7 @@ def test_a_disk_that_fills_up_loses_nothing(cached, make_run, tmp_path):
     (run.cache_dir / "00001.tmp").symlink_to("/dev/full")
     with pytest.raises(CacheError, match=r"the disk is full while writing .*00001.tar.*run the same command again"):
         stage.run(run)
-    assert set(contents(run.cache_dir)) == {"00000.tar", "00000.json", "claims.lock", "manifest.json"}
+    assert set(contents(run.cache_dir)) == {"00000.tar", "00000.json", "claims.lock", "manifest.json", "manifest.lock"}
     before = times(run.cache_dir)
     stage.run(run)
     assert contents(run.cache_dir) == contents(cached / "cache")
@@ -326,7 +326,7 @@ def test_a_state_that_is_nan_stops_the_run_with_its_prompt(make_run, tmp_path, m
     with pytest.raises(CacheError, match=re.escape(f"({prompt!r}) is NaN or infinite")):
         stage.run(run)
     assert ShardCache(run.cache_dir).entry(0, verify=True)
-    assert set(contents(run.cache_dir)) == {"00000.tar", "00000.json", "claims.lock", "manifest.json"}
+    assert set(contents(run.cache_dir)) == {"00000.tar", "00000.json", "claims.lock", "manifest.json", "manifest.lock"}
 
 
 # -- another number of samples ------------------------------------------------------------------------------------
@@ -340,7 +340,8 @@ def test_more_samples_extend_a_cache_and_fewer_leave_it(cached, make_run, tmp_pa
     stage.run(make_run(tmp_path))
     assert contents(tmp_path / "cache") == contents(cached / "cache")
     after = times(tmp_path / "cache")
-    assert {name for name in after if after[name] != before.get(name)} == {"00002.tar", "00002.json"}
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"00002.tar", "00002.json", "index.json"}
     stage.run(make_run(tmp_path, "cache.samples=50"))
     assert times(tmp_path / "cache") == after
 
@@ -406,4 +407,4 @@ def test_shards_are_webdataset_tars(cached):
     sample = next(iter(wds.WebDataset(str(cached / "cache/00000.tar"), shardshuffle=False)))
     tensors = safetensors.torch.load(sample["safetensors"])
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {"tokens": (4, 4), "hidden": (2, 16, 16)}
-    assert set(json.loads(sample["json"])) == {"index", "prompt", "seed", "crc32"}
+    assert set(json.loads(sample["json"])) == {"index", "prompt", "seed", "backbone", "crc32"}

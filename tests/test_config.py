@@ -311,7 +311,7 @@ def test_a_run_goes_from_prompts_to_a_report(main, micro_experiment, tmp_path):
     assert set(report["decoders"]) == {"ar", "ssd", "ssd rounds=0"}
     assert report["note"] == "only a trial"
     assert "only a trial" in (tmp_path / "run/decode/report.md").read_text()
-    made = [tmp_path / "run/checkpoints/last.ckpt", tmp_path / "run/heads/model.safetensors"]
+    made = [*(tmp_path / "run/checkpoints").iterdir(), tmp_path / "run/heads/model.safetensors"]
     made += [tmp_path / f"cache/0000{i}.tar" for i in range(3)]
     before = [path.stat().st_mtime_ns for path in made]
     assert main(*arguments) is None

@@ -20,14 +20,15 @@ def directory(tmp_path_factory):
     """40 samples in 4 shards. Prompt i is at index 2 i, as if every other one were a test prompt."""
     directory = tmp_path_factory.mktemp("cache")
     cache = ShardCache(directory)
-    cache.pin({"shard_size": SIZE})
+    cache.pin({"shard_size": SIZE, "fingerprint": "a"})
     torch.manual_seed(0)
     for shard in range(4):
         samples = [
-            Sample(2 * i, f"prompt {i}", i, torch.randint(5, GRID).int(), 3 * torch.randn(2, 6, WIDTH))
+            Sample(2 * i, f"prompt {i}", i, torch.randint(5, GRID).int(), 3 * torch.randn(2, 6, WIDTH), "a")
             for i in range(shard * SIZE, (shard + 1) * SIZE)
         ]
         cache.write(shard, samples, CacheDtype.float32)
+    cache.write_index(4)
     return directory
 
 
@@ -98,6 +99,23 @@ def test_the_stream_goes_on_from_any_batch(directory, workers):
         assert indices(loader(first), 24 - first) == everything[first:]
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_entering_the_stream_reads_no_epoch_that_lies_behind(directory, monkeypatch, epochs):
+    """The second or third epoch, from its first batch: each shard that is opened is of that epoch, in its order."""
+    data = make(directory, batch_size=1, shuffle=0)
+    size = data.counts[Split.TRAIN]
+    opened, files = [], Shards._files
+    monkeypatch.setattr(Shards, "_files", lambda shards, path: (opened.append(path), files(shards, path))[1])
+    whole = indices(stream(data), (epochs + 1) * size)
+    expected = opened[4 * epochs :]
+    opened.clear()
+    entered = stream(data)
+    entered.first_batch = epochs * size
+    assert indices(entered, size) == whole[epochs * size :]
+    assert opened == expected
+    assert len(expected) == 4
+
+
 def test_ranks_share_an_epoch(directory):
     data = make(directory, batch_size=1)
     shares = []
@@ -149,8 +167,11 @@ def test_a_cache_that_is_too_short_says_so(directory, tmp_path):
     with pytest.raises(CacheError, match=r"no manifest.json\); run the cache stage first"):
         make(tmp_path)
     short = ShardCache(tmp_path)
-    short.pin({"shard_size": 10})
+    short.pin({"shard_size": 10, "fingerprint": "a"})
+    with pytest.raises(CacheError, match=r"no index.json\); run the cache stage first"):
+        make(tmp_path)
     short.write(0, Shards([ShardCache(directory).path(0)], 10**6).read(Split.TRAIN), CacheDtype.float32)
+    short.write_index(1)
     with pytest.raises(CacheError, match=r"lacks shards \[0\] of 1"):
         make(tmp_path, samples=10)
     with pytest.raises(CacheError, match=r"none of the 3 samples in .* is a validation one; raise cache.samples"):

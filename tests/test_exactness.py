@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ssd_train.backbones.base import PromptBatch
+from ssd_train.decoding.drafters.draft_model import DraftModel
 from ssd_train.decoding.drafters.early_exit import EarlyExit
 from ssd_train.decoding.drafters.guess import Copy, Random
 from ssd_train.decoding.drafters.heads import HeadDrafter
@@ -16,6 +17,7 @@ from ssd_train.decoding.rules.constant import Addition, Amplify
 from ssd_train.decoding.rules.csd import EntropyRelaxed
 from ssd_train.decoding.rules.grouped import Grouped
 from ssd_train.decoding.rules.lantern import LatentNeighbourhood
+from ssd_train.decoding.rules.phrases import JointPhrases
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.chunks import Chunks
@@ -49,13 +51,23 @@ def exact(backbone):
     return p.gather(2, images[..., None]).squeeze(2).double().prod(1)
 
 
-def bad_heads(backbone, seed=0):
+def bad_heads(backbone, seed=0, **settings):
     """Random heads: drafts are far from the target, so that a wrong repair shows."""
     torch.manual_seed(seed)
-    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=3, k_vertical=2))
+    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=3, k_vertical=2, **settings))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return heads
+
+
+class RecurrentHeads(HeadDrafter):
+    def bind(self, backbone, heads):
+        return super().bind(backbone, bad_heads(backbone, context=3, recurrent=True))
+
+
+def bad_model(name, device):
+    """Another random backbone, smaller."""
+    return micro.janus(GRID, vocabulary=VOCABULARY, width=8, layers=1, dtype=torch.float32, scale=20.0, seed=2)
 
 
 def counts(backbone, decoder, seed=0):
@@ -94,6 +106,10 @@ EXACT = {
     "mtp": lambda: Decoder(Prefix(length=2, within_row=True), HeadDrafter(), Strict()),
     "mtp, chunks repaired to the end": lambda: Decoder(Chunks(length=2, rounds=2), HeadDrafter(), Strict()),
     "eagle": lambda: Decoder(Prefix(length=2, source="left", within_row=True), HeadDrafter(chain=True), Strict()),
+    "ssd, recurrent heads": lambda: Decoder(
+        Rows(rounds=2, chunk=2, first_row_rounds=2), RecurrentHeads(chain=True), Strict()
+    ),
+    "speculative, draft model": lambda: Decoder(Prefix(length=3, source="left"), DraftModel(bad_model), Strict()),
     "speculative, self-draft": lambda: Decoder(Prefix(length=3, source="left"), EarlyExit(1), Strict()),
     "sjd": lambda: Decoder(JacobiWindow(length=4), Random(), Strict()),
     "sjd, copied drafts": lambda: Decoder(JacobiWindow(length=4, source="above"), Copy(), Strict()),
@@ -111,8 +127,10 @@ def test_exact_decoders_have_the_distribution_of_ar(backbone, exact, make):
     assert chi_square_p_value(observed, exact * SAMPLES) > FALSE_ALARM
 
 
+PHRASES = [[0, 1], [1, 1], [2, 0]]
 LOSSY = {
     "ssd, r = 0": lambda: Decoder(Rows(rounds=0), HeadDrafter(), Strict()),
+    "ssd, recurrent heads, r = 0": lambda: Decoder(Rows(rounds=0, chunk=2), RecurrentHeads(chain=True), Strict()),
     "ssd, r = 1": lambda: Decoder(Rows(rounds=1), HeadDrafter(), Strict()),
     "ssd, first row one round short": lambda: Decoder(
         Rows(rounds=2, first_row_rounds=1, chunk=2), HeadDrafter(), Strict()
@@ -124,6 +142,10 @@ LOSSY = {
     "csd": lambda: Decoder(JacobiWindow(length=4), Random(), EntropyRelaxed(0.5, 0.65)),
     "gsd": lambda: Decoder(JacobiWindow(length=4), Random(), Grouped(size=2, gap=0.5, distance=1e6)),
     "lantern": lambda: Decoder(JacobiWindow(length=4), Random(), LatentNeighbourhood(k=1, delta=0.5)),
+    "sjd-pv": lambda: Decoder(JacobiWindow(length=4), Random(), JointPhrases(Strict(), PHRASES, tau=0.1)),
+    "ssd, phrases": lambda: Decoder(
+        Rows(rounds=2, chunk=2, first_row_rounds=2), HeadDrafter(), JointPhrases(Strict(), PHRASES, tau=0.1)
+    ),
     "pjd": lambda: Decoder(ParallelJacobi(length=2, lag=1), Copy(), Strict()),
     "zipar": lambda: Decoder(ZipAR(lead=2), Copy(), Strict()),
 }

@@ -3,17 +3,20 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
+import huggingface_hub.constants
 import micro
 import pytest
 import safetensors.torch
 import torch
+from hub import TOKEN, local_hub
 
 from ssd_train import export as module
-from ssd_train.export import HeadsError, load_heads, read_config, save_heads, write_card
+from ssd_train.export import HeadsError, load_heads, push_heads, read_config, save_heads, write_card
 from ssd_train.heads import Direction, Heads, HeadSpec
+from ssd_train.stages import decode, train
 from ssd_train.stages import export as stage
-from ssd_train.stages import train
 
 TRAINING = {"samples": 46, "validation": {"validation/acceptance/vertical_1": 0.5, "validation/top1/vertical_1": 0.25}}
 
@@ -158,6 +161,124 @@ def test_an_interrupted_export_is_no_export(exported, backbone, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save_heads(exported, make_heads(backbone, hidden=3), backbone, TRAINING)
     refuses(exported, backbone, r"no config.json")
+
+
+# -- the hub ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with local_hub(monkeypatch, tmp_path / "hub") as hub:
+        yield hub
+
+
+def test_heads_go_to_the_hub_and_come_back_as_they_were(hub, exported, backbone):
+    """With the card and what was measured, and nothing else that lies in the folder."""
+    write_card(exported, read_config(exported), "| decoder | passes |")
+    (exported / ".hidden").write_text("private")
+    (exported / "notes.txt").write_text("private")
+    assert push_heads(exported, "me/heads").endswith(f"/me/heads/commit/{1:040x}")
+    assert hub.visibility == {"me/heads": "private"}
+    (files,) = hub.commits["me/heads"]
+    assert files == {name: (exported / name).read_bytes() for name in module.FILES}
+    assert b"| decoder | passes |" in files["README.md"]
+    loaded, local = load_heads("me/heads", backbone), load_heads(exported, backbone)
+    assert loaded.spec == local.spec
+    assert all(torch.equal(tensor, loaded.state_dict()[key]) for key, tensor in local.state_dict().items())
+
+
+def test_a_revision_is_that_revision(hub, exported, backbone):
+    push_heads(exported, "me/heads")
+    save_heads(exported, make_heads(backbone, hidden=5), backbone, TRAINING)
+    push_heads(exported, "me/heads", private=False)
+    assert hub.visibility == {"me/heads": "private"}, "an existing repository stays what it is"
+    for first in load_heads("me/heads", backbone, f"{1:040x}"), load_heads(f"me/heads@{1:040x}", backbone):
+        assert first.spec.hidden == 32
+    assert load_heads("me/heads", backbone).spec.hidden == 5
+    with pytest.raises(HeadsError, match=r"me/heads@v9 is no directory here.*hf download me/heads --revision v9"):
+        load_heads("me/heads@v9", backbone)
+
+
+def test_heads_from_the_hub_are_checked_like_others(hub, exported, backbone):
+    push_heads(exported, "me/heads")
+    with pytest.raises(HeadsError, match=rf"trained for fingerprint {backbone.fingerprint}"):
+        load_heads("me/heads", micro.janus((2, 3), seed=1))
+    with pytest.raises(HeadsError, match=r"trained for grid \[2, 3\]"):
+        load_heads("me/heads", micro.janus((2, 4)))
+    del hub.commits["me/heads"][0]["model.safetensors"]
+    hub.commits["me/other"] = hub.commits["me/heads"]
+    with pytest.raises(HeadsError, match=r"model.safetensors cannot be read"):
+        load_heads("me/other", backbone)
+
+
+def test_offline_the_hubs_cache_has_to_do(hub, exported, backbone, monkeypatch):
+    push_heads(exported, "me/heads")
+    online = load_heads("me/heads", backbone)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert same(load_heads("me/heads", backbone), online)
+    with pytest.raises(HeadsError, match=r"me/others is no directory.*HF_HUB_OFFLINE is set.*`hf download me/others`"):
+        load_heads("me/others", backbone)
+    with pytest.raises(HeadsError, match=r"was not pushed to me/heads; expected .* a network"):
+        push_heads(exported, "me/heads")
+
+
+def same(a, b):
+    return all(torch.equal(tensor, b.state_dict()[key]) for key, tensor in a.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*[Rr]etry")
+def test_a_hub_that_is_not_there_is_said(exported, backbone, monkeypatch, tmp_path):
+    with local_hub(monkeypatch, tmp_path / "hub"):
+        pass
+    with pytest.raises(HeadsError, match=r"no heads of that name are to be had from the Hugging Face hub.*refused"):
+        load_heads("me/heads", backbone)
+    with pytest.raises(HeadsError, match=r"was not pushed to me/heads; expected .*refused"):
+        push_heads(exported, "me/heads")
+
+
+def test_only_who_may_write_pushes_and_no_token_is_kept(hub, exported, monkeypatch, tmp_path):
+    push_heads(exported, "me/heads")
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert kept == []
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_stranger")
+    with pytest.raises(HeadsError, match=r"was not pushed to me/heads.*logged in \(`hf auth login`\).*401"):
+        push_heads(exported, "me/heads")
+    assert len(hub.commits["me/heads"]) == 1
+
+
+def test_what_is_no_whole_export_is_not_pushed(hub, exported):
+    tensors = safetensors.torch.load_file(exported / "model.safetensors")
+    del tensors["predictors.vertical_1.w2.weight"]
+    safetensors.torch.save_file(tensors, exported / "model.safetensors")
+    with pytest.raises(HeadsError, match=r"vertical_1.w2.weight: expected \(16, 32\), found nothing"):
+        push_heads(exported, "me/heads")
+    with pytest.raises(HeadsError, match=r"nowhere holds no exported heads"):
+        push_heads(exported / "nowhere", "me/heads")
+    assert hub.commits == {}
+
+
+def test_a_directory_comes_before_the_hub_and_a_path_is_never_an_id(hub, exported, backbone, monkeypatch):
+    """So that an output folder that is not there yet is not looked for on the hub."""
+    push_heads(exported, "me/heads")
+    monkeypatch.chdir(exported.parent)
+    refuses(Path("me/heads"), backbone, r"me/heads holds no exported heads")
+    shutil.copytree(exported, "me/heads")
+    Path("me/heads/config.json").unlink()
+    refuses("me/heads", backbone, r"me/heads holds no exported heads")
+
+
+def test_a_run_decodes_with_heads_from_the_hub(hub, run, make_run, cached):
+    stage.run(run)
+    push_heads(run.heads_dir, "me/heads")
+    other = make_run(cached, f"output={run.output}/other", "decode.heads=me/heads@" + f"{1:040x}", "decoder=[ar,ssd]")
+    decode.check(other)
+    decode.run(other)
+    contents = json.loads((run.output / "other/decode/report.json").read_text())
+    assert contents["heads"] == read_config(run.heads_dir)
+    assert 0 < contents["decoders"]["ssd"]["acceptance"]["rate"] <= 1
+    missing = make_run(cached, "decode.heads=me/nothing")
+    with pytest.raises(HeadsError, match=r"me/nothing is no directory here"):
+        decode.check(missing)
 
 
 # -- the stage ----------------------------------------------------------------------------------------------------

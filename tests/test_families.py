@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import example_backbone
@@ -46,10 +45,8 @@ GRIDS = {"janus": (6, 8), "lumina": (6, 8), "emu3": (6, 11)}
 
 @pytest.mark.parametrize("family", GRIDS)
 def test_the_whole_pipeline(family, tmp_path):
-    start = time.perf_counter()
     done = command(tmp_path, f"+experiment=smoke_{family}")
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 60
     run = tmp_path / "runs" / f"smoke_{family}-smoke"
     report = json.loads((run / "decode" / "report.json").read_text())
     assert report["model"] == f"smoke_{family}"
@@ -96,13 +93,23 @@ def test_a_checkpoint_that_is_not_there_says_what_to_do(adapter):
 def test_the_command_says_it_too(tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(f"prompt {i}" for i in range(99)))
     done = command(
-        tmp_path, "+model=janus_pro_1b", "model.prompts.path=prompts.txt", "model.prompts.column=text",
+        tmp_path, "+model=janus_pro_1b", "model.prompts.path=prompts.txt",
         "stages=[cache]", "cache.samples=60",
         "model.architecture=null",  # or a machine of little memory would be refused for that
     )  # fmt: skip
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "run `hf download deepseek-community/Janus-Pro-1B`" in done.stderr
+
+
+def test_without_the_published_prompts_the_command_says_what_to_do(tmp_path):
+    """Before the checkpoint is even looked for."""
+    done = command(tmp_path, "+model=emu3")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "no prompts to be had from vivym/midjourney-prompts" in done.stderr
+    assert "Set model.prompts.path to a file of your own" in done.stderr
+    assert "checkpoint" not in done.stderr
 
 
 @pytest.fixture

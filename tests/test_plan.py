@@ -8,19 +8,23 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from memory import Peak
 from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
 
 from ssd_train import config, metrics, plan, stages
 from ssd_train.backbones.sketches import sketch
+from ssd_train.decoding.drafters.guess import Random
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.distributions import Sampling
+from ssd_train.grid import Grid
 from ssd_train.heads import Heads
+from ssd_train.kv_cache import KVCache
 from ssd_train.module import HeadModule
 from ssd_train.run import Run
-from ssd_train.shards import CacheDtype
+from ssd_train.shards import CacheDtype, sample_bytes
 
 CLOSE = (0.95, 1.3)  # estimate over measurement
 
@@ -89,6 +93,120 @@ def test_the_optimiser_is_shared_by_fsdp_and_copied_by_ddp():
     assert plan.train_stage(cfg, s, 8) - one == 4 * parameters
 
 
+# -- time -----------------------------------------------------------------------------------------------------
+
+
+SIZES = plan.Sizes(
+    grid=Grid(2, 3, end_of_line=True), parameters=0, weights=0, output=0, readout=40, decoder=60, width=4, vocabulary=5,
+    layers=2, inner=8, heads=4, kv_heads=2, head_dim=3, value=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens, bandwidth, flops, seconds", [
+    # 100 weights of 2 bytes and, of 10 slots in 6 rows, 2 * 2 * 2 * 3 numbers of 2 bytes; arithmetic costs nothing
+    (1, 1.0, 1e9, 100 * 2 + 6 * 10 * 24 * 2),
+    # 6 rows of 7 tokens: 2 FLOP a weight, and 4 for each of 2 * 4 * 3 numbers of 10 keys
+    (7, 1e9, 1.0, 6 * 7 * (2 * 100 + 4 * 24 * 10)),
+])  # fmt: skip
+def test_a_pass_is_bound_by_memory_or_by_arithmetic(tokens, bandwidth, flops, seconds):
+    card = plan.Card(memory=0, bandwidth=bandwidth, flops_16=flops, flops_32=0.0)
+    assert plan.pass_seconds(SIZES, card, images=3, tokens=tokens, width=10) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("schedule", [Autoregressive(), Rows(rounds=1, chunk=3)], ids=["ar", "ssd"])
+def test_passes_are_those_that_decoding_makes(schedule, model, prompt_length, monkeypatch):
+    """With end-of-line tokens riding along, whose slots count."""
+    _, backbone, prompts = model
+    made, begin = [], KVCache.begin
+
+    def watch(cache, slots):
+        made.append((slots.index.shape[-1], slots.width))
+        return begin(cache, slots)
+
+    monkeypatch.setattr(KVCache, "begin", watch)
+    Decoder(schedule, Random(), Strict()).bind(backbone)(backbone, prompts, range(BATCH), Sampling())
+    assert plan.passes(schedule, backbone.grid) == made
+
+
+def test_hours_of_training_are_those_of_its_products(monkeypatch):
+    """Counted by PyTorch in one step on one sample, which validation's share of the samples does not train on."""
+    cfg = composed("+experiment=smoke_janus", "train.epochs=2", "head.loss.kl=0.1")
+    module, batch = training(cfg, sketch(cfg.model, "cpu"), 1, monkeypatch)
+    with FlopCounterMode(display=False) as counter:
+        module.training_step(batch, 0).backward()
+    s = plan.Sizes.of(sketch(cfg.model))
+    assert plan.training_flops(cfg, s) == pytest.approx(counter.get_total_flops(), rel=0.05)
+    card = plan.Card(10**15, bandwidth=1.0, flops_16=1.0, flops_32=3600.0)
+    hours = plan.hours(cfg, s, card, {"some": 9}, {})
+    assert hours["train"]["some"] == pytest.approx(9 * 8 / 9 * 2 * plan.training_flops(cfg, s) / 3600**2)
+
+
+def test_hours_add_up():
+    cfg, s = sizes("janus_pro_7b")
+    made = plan.passes(Autoregressive(), s.grid)
+    hours = {card: plan.hours(cfg, s, sheet, {"a": 640, "b": 1280}, {"ar": made}) for card, sheet in plan.CARDS.items()}
+    card = plan.CARDS["A100"]
+    batch = sum(plan.pass_seconds(s, card, 64, tokens, width) for tokens, width in made)
+    assert hours["A100"]["cache"] == pytest.approx({"a": 10 * batch / 3600, "b": 20 * batch / 3600})
+    # At least all weights and half of the last KV cache are read in each of 576 passes.
+    floor = 576 * (2 * 6.2e9 + plan.kv_cache(s, 64) / 2) / card.bandwidth
+    assert floor < batch < 1.5 * floor
+    likelihood = plan.pass_seconds(s, card, 32, s.grid.sequence_length, s.slots)
+    by_batch = {n: plan.image_seconds(s, card, n, made) for n in (1, 32)}
+    assert hours["A100"]["decode"]["ar"] == pytest.approx((4 * (by_batch[32] + likelihood) + 11 * by_batch[1]) / 3600)
+    assert hours["H200"]["cache"]["a"] < hours["A100"]["cache"]["a"] < hours["RTX 4090"]["cache"]["a"]
+    assert hours["RTX 4090"]["train"] == {"a": None, "b": None}  # the heads' optimiser alone is 21 GB
+
+
+def test_decoders_that_look_at_outcomes_have_no_hours():
+    cfg, s = sizes("janus_pro_1b")
+    cfg.decoder = composed("+model=janus_pro_1b", "decoder=[ar,sjd,ssd]").decoder
+    assert list(plan.plan(cfg, s)["cards"]["A100"]["hours"]["decode"]) == ["ar", "ssd"]
+
+
+# -- the machine's memory -----------------------------------------------------------------------------------------
+
+
+def test_the_machine_s_memory():
+    cfg, s = sizes("emu3")
+    sample = 2 * 8100 * 4096 * 4
+    cfg.train.update(workers=2, shuffle_buffer=100, validation_samples=10, batch_size=3)
+    need = plan.host(cfg, s)
+    assert need["cache"] == pytest.approx(64 * sample / 2 + sample / 2, rel=1e-3)
+    assert need["train"] == pytest.approx(10 * sample + 2 * (100 * sample / 2 + 3 * 3 * sample), rel=1e-3)
+    cfg.train.workers = 0
+    cfg.train.validation_samples = 100
+    assert plan.host(cfg, s)["train"] == 200 * sample
+    cfg.cache.dtype = CacheDtype.int8
+    cfg.train.update(workers=2, validation_samples=1)
+    less = plan.host(cfg, s)["train"]
+    assert less == pytest.approx(sample + 2 * (100 * sample / 4 + 3 * 3 * sample), rel=2e-3)
+    cfg.cache.samples = 3
+    assert plan.host(cfg, s)["cache"] == pytest.approx(3 * sample / 2 + sample / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage, message", [
+    ("cache", r"the cache stage needs about \d+.\d GB of the machine's memory for emu3, and there are 8.0 GB; lower "
+              "cache.shard_size"),
+    ("train", r"the train stage needs .*lower train.shuffle_buffer \(samples, each worker's\), train.workers or"),
+])  # fmt: skip
+def test_what_the_machine_cannot_hold_is_refused(stage, message):
+    cfg, s = sizes("emu3")
+    cfg.stages = [stage]
+    with pytest.raises(ValueError, match=message):
+        plan.check_host(cfg, s, 8 * plan.GB)
+    plan.check_host(cfg, s, 80 * plan.GB)
+    cfg.stages = ["decode"]
+    plan.check_host(cfg, s, 8 * plan.GB)
+
+
+@pytest.mark.parametrize("model", ["janus_pro_1b", "janus_pro_7b", "lumina", "lumina_512", "lumina_1024", "emu3"])
+def test_shuffle_buffers_are_small(model):
+    """Samples of large models are large."""
+    cfg, s = sizes(model)
+    assert cfg.train.shuffle_buffer * sample_bytes(s.grid.size, s.width, cfg.cache.dtype) < 3 * plan.GB
+
+
 def test_largest():
     assert [plan.largest(lambda n: 10 + 3 * n, memory) for memory in (9, 12, 13, 15, 16, 100)] == [0, 0, 1, 1, 2, 30]
 
@@ -133,7 +251,7 @@ def test_a_run_that_cannot_fit_is_refused_before_loading(monkeypatch):
 
 @pytest.mark.parametrize("stage, gigabytes, message", [
     ("cache", 10, "does not fit: its weights alone are 14.2 GB"),
-    ("train", 80, "train.batch_size=16 needs .*set train.batch_size=6 .*accumulate_grad_batches=3"),
+    ("train", 45, "train.batch_size=16 needs .*set train.batch_size=8 .*accumulate_grad_batches=2"),
     ("train", 30, "train.batch_size=16 needs .*not even at 1"),
     ("decode", 40, "decode.batch_size=16 needs .*set decode.batch_size="),
 ])  # fmt: skip
@@ -143,6 +261,25 @@ def test_what_is_refused_and_its_mend(stage, gigabytes, message):
     cfg.train.batch_size = 16
     with pytest.raises(ValueError, match=message):
         plan.check_fit(cfg, s, gigabytes * plan.GB, "cuda:0")
+
+
+def test_heads_beyond_the_grid_are_refused_before_loading():
+    run = Run(composed("+model=janus_pro_7b", "head.k_vertical=24", "stages=[cache,train]"))
+    with pytest.raises(ValueError, match=r"head.k_horizontal=5, head.k_vertical=24; expected less than the width and "
+                                         r"height of janus_pro_7b's 24x24 grid"):  # fmt: skip
+        run.backbone  # noqa: B018
+    plan.require_reach(composed("+model=janus_pro_7b", "head.k_vertical=23"), Grid(24, 24))
+
+
+@pytest.mark.parametrize("setting, message", [
+    ("model.backbone.size=[700,700]", "lumina has no size 700x700"),
+    ("model.backbone.attention=flash_attention_2", "model.backbone.attention is 'flash_attention_2'; expected one of"),
+    ("model.backbone.dtype=bf16", "model.backbone.dtype is 'bf16'; expected one of bfloat16"),
+])  # fmt: skip
+def test_settings_that_the_model_does_not_know_are_refused_before_loading(setting, message):
+    run = Run(composed("+model=lumina", setting))
+    with pytest.raises(ValueError, match=message):
+        run.backbone  # noqa: B018
 
 
 def test_only_the_stages_of_the_run_count():
@@ -258,6 +395,21 @@ def test_the_cache_stage_s_checks_take_no_more_than_is_said(model, prompt_length
     assert peak.bytes < plan.cache_stage(s, BATCH) - s.weights
 
 
+def training(cfg, backbone, images, monkeypatch):
+    """A module for these heads, and a batch for it."""
+    grid = backbone.grid
+    heads = Heads(plan.head_spec(cfg, plan.Sizes.of(backbone)))
+    module = HeadModule(heads, backbone.output, grid, Sampling(guidance=3.0), cfg.head, steps=10, seed=0)
+    monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "log_dict", lambda *args, **kwargs: None)
+    monkeypatch.setattr(HeadModule, "global_step", 0)
+    return module, {
+        "index": torch.arange(images),
+        "tokens": torch.zeros(images, grid.height, grid.width, dtype=torch.int64),
+        "hidden": torch.randn(images, 2, grid.height, grid.width, backbone.width),
+    }
+
+
 LOSSES = {
     "smooth L1": {},
     "with KL": {"kl": 0.1},
@@ -266,35 +418,28 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("context", [1, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("space, loss", [("token", {}), *(("latent", loss) for loss in LOSSES.values())],
-                         ids=["token", *LOSSES])  # fmt: skip
-def test_training_takes_what_is_said(space, loss, precision, context, monkeypatch):
+@pytest.mark.parametrize("settings, loss", [
+    *((settings, loss) for settings in ([], ["head.context=3"]) for loss in LOSSES.values()),
+    *((["head.space=token", f"head.context={context}"], {}) for context in (1, 3)),
+    *((["head.recurrent=true", f"head.context={context}"], LOSSES["with KL"]) for context in (1, 3)),
+])  # fmt: skip
+def test_training_takes_what_is_said(settings, loss, precision, monkeypatch):
     cfg = composed(
         "+experiment=smoke_janus", *(f"model.backbone.architecture.{x}" for x in WIDER["janus"]), *LARGER["janus"],
-        f"head.space={space}", f"head.context={context}", f"train.precision={precision}", "head.hidden=null",
+        "model.backbone.architecture.vq_config.num_embeddings=512",  # four times the width, as in Janus
+        f"train.precision={precision}", "head.hidden=null", *settings,
     )  # fmt: skip
     cfg.head.loss = OmegaConf.merge(cfg.head.loss, loss)
     backbone = sketch(cfg.model, "cpu")
-    s, grid = plan.Sizes.of(backbone), backbone.grid
-    spec = plan.head_spec(cfg, s)
-    heads = Heads(spec)
-    module = HeadModule(heads, backbone.output, grid, Sampling(guidance=3.0), cfg.head, steps=10, seed=0)
-    monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "log_dict", lambda *args, **kwargs: None)
-    monkeypatch.setattr(HeadModule, "global_step", 0)
-    batch = {
-        "index": torch.arange(4),
-        "tokens": torch.zeros(4, grid.height, grid.width, dtype=torch.int64),
-        "hidden": torch.randn(4, 2, grid.height, grid.width, backbone.width),
-    }
+    s = plan.Sizes.of(backbone)
+    module, batch = training(cfg, backbone, 4, monkeypatch)
     with Peak() as peak:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
             loss = module.training_step(batch, 0)
         loss.backward()
-    gradients = 4 * sum(p.numel() for p in heads.parameters())
-    estimate = plan.activations(s, spec, 4, dict(cfg.head.loss), precision) + gradients
+    gradients = 4 * sum(p.numel() for p in module.heads.parameters())
+    estimate = plan.activations(s, module.heads.spec, 4, dict(cfg.head.loss), precision) + gradients
     close(estimate, peak.bytes)
 
 

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from ssd_train.prompts import DatasetPrompts, Prompt, Split, split_of, take
+from ssd_train.tiny.checker import category
 from ssd_train.tiny.prompts import GrammarPrompts
 
 
@@ -22,9 +23,9 @@ def datasets_cache(tmp_path, monkeypatch):
 def test_a_split_depends_on_the_text_alone():
     """So a prompt that a source repeats, or another source also holds, is never in two splits. The values are pinned:
     were they to change, heads trained before could have seen today's validation prompts."""
-    known = {"a red circle": Split.TRAIN, "a circle": Split.VALIDATION, "two blue squares": Split.TRAIN}
+    known = {"a red circle": Split.TRAIN, "a square": Split.VALIDATION, "a triangle": Split.TEST}
     assert {text: split_of(text) for text in known} == known
-    assert split_of(" a circle\n") is split_of("a circle")
+    assert split_of(" a square\n") is split_of("a square")
 
 
 def test_splits_are_8_1_1():
@@ -66,10 +67,15 @@ def test_grammar_prompts_are_endless_and_always_the_same():
     assert [p.text for p in islice(iter(GrammarPrompts(seed=4)), 30)] != [p.text for p in first]
 
 
+def test_grammar_prompts_give_every_split_all_categories_alike():
+    for split in Split:
+        assert set(Counter(category(p.text) for p in take(GrammarPrompts(), [split], 60)).values()) == {10}
+
+
 def test_a_text_file_holds_a_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("a cat\n\n  \na dog, sitting\n")
-    assert list(DatasetPrompts(str(path))) == [Prompt(0, "a cat"), Prompt(1, "a dog, sitting")]
+    assert list(DatasetPrompts(str(path))) == [Prompt(0, "a cat"), Prompt(3, "a dog, sitting")]
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
@@ -89,10 +95,49 @@ def test_a_datasets_source_is_read_by_its_split(tmp_path):
     assert [p.text for p in DatasetPrompts(str(folder), split="test")] == ["a dog"]
 
 
-def test_a_row_without_a_prompt_is_named(tmp_path):
+def test_rows_without_a_prompt_are_left_out_and_keep_their_numbers(tmp_path, caplog):
+    """Or a run on a large data set would end at its first empty row; and filling that in moves no other prompt."""
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "a cat"}\n{"text": null}\n')
-    with pytest.raises(ValueError, match=r"prompts.jsonl: row 1 has None in column 'text'; expected a prompt"):
+    texts = [None, "a cat", "", " \n", "a dog", None]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for _ in range(2):  # a run reads its prompts several times
+        assert list(DatasetPrompts(str(path))) == [Prompt(1, "a cat"), Prompt(4, "a dog")]
+    assert [record.message for record in caplog.records] == [
+        f"{path}: 4 of the first 6 rows have no prompt and are left out"
+    ]
+
+
+def test_rows_behind_the_last_prompt_wanted_are_not_read(tmp_path, caplog):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\na red circle\n\n")
+    assert take(DatasetPrompts(str(path)), [Split.TRAIN], 1) == [Prompt(1, "a red circle")]
+    assert "1 of the first 2 rows" in caplog.text
+
+
+def test_a_row_that_holds_no_text_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": 1}\n{"text": 2}\n')
+    with pytest.raises(ValueError, match=r"prompts.jsonl: row 0 has 1 in column 'text'; expected text"):
+        list(DatasetPrompts(str(path)))
+
+
+WHAT_TO_DO = r"Set model.prompts.path to a file of your own: prompts.txt .*HF_HOME"
+
+
+@pytest.mark.parametrize("path, why", [
+    ("vivym/midjourney-prompts", "vivym/midjourney-prompts"), ("nowhere.jsonl", "Unable to find"),
+])  # fmt: skip
+def test_a_source_that_is_not_to_be_had_says_what_to_do(path, why, monkeypatch):
+    """Offline, as all tests are."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=rf"no prompts to be had from {path} \(.*{why}.*\)\. {WHAT_TO_DO}"):
+        list(DatasetPrompts(path, column="prompt"))
+
+
+def test_a_file_that_is_not_json_says_what_to_do(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("a cat\na dog\n")
+    with pytest.raises(ValueError, match=rf"no prompts to be had from \S+prompts.jsonl \(.+\)\. {WHAT_TO_DO}"):
         list(DatasetPrompts(str(path)))
 
 

@@ -3,13 +3,19 @@
 import errno
 import json
 import os
-import signal
+import shutil
 import tarfile
 import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from serving import Quiet, serving
 
+from ssd_train.datamodule import Shards
+from ssd_train.prompts import Split
 from ssd_train.shards import (
     CacheDtype,
     CacheError,
@@ -33,6 +39,7 @@ def make_samples(count=3, grid=(2, 3), width=8, first=0):
             seed=1000 + i,
             tokens=torch.randint(5, grid, generator=generator).int(),
             hidden=torch.randn(2, h * w, width, generator=generator),
+            backbone="a",
         )
         for i in range(count)
     ]
@@ -98,6 +105,7 @@ def test_a_shard_gives_back_what_was_written(cache, dtype):
     cache.write(0, samples, dtype)
     for sample, read in zip(samples, map(decode_sample, files(cache.path(0))), strict=True):
         assert (read.index, read.prompt, read.seed) == (sample.index, sample.prompt, sample.seed)
+        assert read.backbone == sample.backbone
         assert torch.equal(read.tokens, sample.tokens)
         assert read.tokens.dtype is torch.int32
         assert torch.equal(read.hidden, unpack(pack(sample.hidden, dtype)))
@@ -230,6 +238,13 @@ def test_a_manifest_of_something_else_is_refused_by_name(cache, key, value):
     assert "Use another cache.dir" in lines[-1]
 
 
+@pytest.mark.parametrize("name, content", [("manifest", ""), ("manifest", "{"), ("index", "[{"), ("index", "[{}]")])
+def test_a_broken_file_is_named(cache, name, content):
+    (cache.directory / f"{name}.json").write_text(content)
+    with pytest.raises(CacheError, match=rf"{name}.json cannot be read \(.*\); expected that of a finished cache"):
+        _ = cache.manifest() if name == "manifest" else cache.entries
+
+
 def test_no_manifest_is_no_cache(cache):
     with pytest.raises(CacheError, match=r"no manifest.json\); run the cache stage first"):
         cache.manifest()
@@ -241,27 +256,155 @@ def test_the_manifest_is_json_that_people_can_read(cache):
     assert len(cache.manifest_path.read_text().splitlines()) > len(IDENTITY)
 
 
-# -- claims -------------------------------------------------------------------------------------------------------
+# -- the index ----------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_holds_for_one_process_and_dies_with_it(cache):
-    """A child claims shard 1 and is killed: until then it is not to be had, others are; afterwards it is."""
-    ready, claimed = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with cache.claim(1):
-            os.write(claimed, b"x")
-            time.sleep(60)
-        os._exit(0)
-    try:
-        assert os.read(ready, 1) == b"x"
-        with cache.claim(1, wait=False) as mine:
-            assert not mine
-        with cache.claim(0, wait=False) as other, cache.claim(None, wait=False) as manifest:
-            assert other
-            assert manifest
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    with cache.claim(1, wait=True) as mine:
-        assert mine
+@pytest.fixture
+def indexed(cache):
+    """Three shards of three samples."""
+    cache.pin(IDENTITY)
+    for shard in range(3):
+        cache.write(shard, make_samples(first=3 * shard), CacheDtype.float32)
+    cache.write_index(3)
+    return cache
+
+
+def fresh(cache):
+    """As another process sees it."""
+    return ShardCache(cache.directory)
+
+
+def test_a_start_reads_the_index_and_touches_no_shard(indexed, monkeypatch):
+    """Opening or asking for the size of a tar or of its entry is a failure."""
+    expected = {i: indexed.entry(i) for i in range(3)}
+
+    def touched(path, *_, **__):
+        raise AssertionError(f"{path} was touched")
+
+    for name in "stat", "open", "read_text", "read_bytes":
+        monkeypatch.setattr(Path, name, touched)
+    assert fresh(indexed).entries == expected
+
+
+def test_the_index_leaves_out_a_shard_that_has_gone(indexed):
+    indexed.path(1).unlink()
+    assert sorted(fresh(indexed).entries) == [0, 2]
+
+
+def test_the_index_grows_and_does_not_shrink(indexed):
+    """Runs with 9, 6 and 12 samples: the second makes nothing; the third a longer last shard and another one."""
+    before = (indexed.directory / "index.json").stat().st_mtime_ns
+    indexed.write_index(2)
+    assert (indexed.directory / "index.json").stat().st_mtime_ns == before
+    indexed.write(2, make_samples(4, first=6), CacheDtype.float32)
+    indexed.write(3, make_samples(2, first=10), CacheDtype.float32)
+    indexed.write_index(4)
+    assert [len(fresh(indexed).entries[i].samples) for i in range(4)] == [3, 3, 4, 2]
+
+
+def test_an_index_is_not_written_while_a_shard_is_in_the_making(indexed):
+    (indexed.directory / "index.json").unlink()
+    indexed.path(1).with_suffix(".json").unlink()
+    indexed.write_index(3)
+    with pytest.raises(CacheError, match=r"no index.json\); run the cache stage first"):
+        _ = fresh(indexed).entries
+
+
+def test_a_broken_index_is_written_again(indexed):
+    expected = (indexed.directory / "index.json").read_bytes()
+    (indexed.directory / "index.json").write_bytes(expected[:-3])
+    indexed.write_index(3)
+    assert (indexed.directory / "index.json").read_bytes() == expected
+
+
+def test_a_shard_of_another_backbone_is_refused_by_name(indexed, tmp_path):
+    """Whole and of the same prompts: tar and entry are copied from a cache of other weights."""
+    for suffix in ".tar", ".json":
+        indexed.path(1).with_suffix(suffix).unlink()
+    theirs = [replace(sample, backbone="b") for sample in make_samples(first=3)]
+    indexed.write(1, theirs, CacheDtype.float32)
+    with pytest.raises(CacheError, match=r"00001.tar holds states of backbone b, but the cache is of a: .* Remove it"):
+        indexed.write_index(3)
+
+
+# -- under a URL --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote(indexed):
+    """The same cache, served; a trailing slash does not matter."""
+    with serving(indexed.directory) as url:
+        yield ShardCache(f"{url}/")
+
+
+needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="webdataset reads URLs with curl, which is not here")
+
+
+def all_of(cache, count=3):
+    """{index: states} as the training reads them."""
+    paths = [cache.url(i) for i in range(count)]
+    shards = Shards(paths, 10**6, {path: cache.entries[i] for i, path in enumerate(paths)})
+    samples = [sample for split in Split for sample in shards.read(split)]
+    return {sample.index: sample.hidden.tolist() for sample in samples}
+
+
+@needs_curl
+def test_a_cache_under_a_url_is_the_one_that_was_copied_there(indexed, remote):
+    assert remote.manifest() == indexed.manifest()
+    assert remote.entries == indexed.entries
+    assert remote.entry(1, verify=True) == indexed.entry(1)
+    assert remote.entry(3) is None
+    read = all_of(remote)
+    assert len(read) == 9
+    assert read == all_of(indexed)
+
+
+@needs_curl
+def test_what_is_not_under_a_url_is_named(indexed, remote):
+    with pytest.raises(CacheError, match=rf"{remote.directory}/nowhere/manifest.json cannot be read .*exit 22"):
+        ShardCache(f"{remote.directory}/nowhere").manifest()
+    assert len(remote.entries) == 3
+    indexed.path(1).unlink()
+    with pytest.raises(CacheError, match=rf"a shard cannot be read .*{remote.directory}/00001.tar"):
+        all_of(remote)
+
+
+@needs_curl
+def test_a_transfer_that_breaks_off_is_refused(indexed):
+    """The server promises the whole shard and hangs up in the middle of it, or between two samples."""
+    length = len(indexed.path(1).read_bytes())
+    with tarfile.open(indexed.path(1)) as tar:
+        between = tar.getmembers()[2].offset
+    for sent in length // 2 + 7, between:
+
+        class HangsUp(Quiet):
+            def copyfile(self, source, out, sent=sent):
+                out.write(source.read() if "00001" not in self.path else source.read(sent))
+
+        with serving(partial(HangsUp, directory=indexed.directory)) as url:
+            cache = ShardCache(url)
+            assert len(cache.entries) == 3
+            with pytest.raises(CacheError, match=r"00001\.tar"):
+                all_of(cache)
+
+
+def test_without_curl_the_reason_is_said(remote, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CacheError, match=r"manifest.json cannot be read \(.*No such file or directory: 'curl'"):
+        remote.manifest()
+
+
+def test_s3_is_read_with_the_aws_command(indexed, tmp_path, monkeypatch):
+    """A stand-in for it that has this bucket: what is proven is how it is called, and that its output is read."""
+    (tmp_path / "bin").mkdir()
+    aws = tmp_path / "bin/aws"
+    aws.write_text(
+        f'#!/bin/sh\n[ "$1 $2 $4" = "s3 cp -" ] || exit 2\ncat "{indexed.directory}/${{3#s3://bucket/my cache/}}"\n'
+    )
+    aws.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{aws.parent}:{os.environ['PATH']}")
+    cache = ShardCache("s3://bucket/my cache")
+    assert cache.entries == indexed.entries
+    assert all_of(cache) == all_of(indexed)
+    with pytest.raises(CacheError, match=r"s3://bucket/other/manifest.json cannot be read .*exit 1"):
+        ShardCache("s3://bucket/other").manifest()

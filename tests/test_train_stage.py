@@ -13,20 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory import Peak
 from omegaconf import OmegaConf
 
 from ssd_train.config import HeadConfig
 from ssd_train.datamodule import collate
 from ssd_train.distributions import guided_probabilities
 from ssd_train.export import load_heads
-from ssd_train.heads import Direction, Heads, HeadSpec, name
-from ssd_train.module import HeadModule, learning_rate
+from ssd_train.heads import Direction, Heads, HeadSpec, left_neighbours, name, widen
+from ssd_train.module import HeadModule, Pairs, learning_rate
 from ssd_train.prompts import Split
 from ssd_train.shards import CacheError
 from ssd_train.stages import decode, export
 from ssd_train.stages import train as stage
 
-STEPS = 28  # 56 training samples, 2 epochs, 4 a batch
+STEPS = 27  # 54 training samples, 2 epochs, 4 a batch
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{noise}")
@@ -116,8 +117,8 @@ def make_module(run, samples=8, **settings):
     config = OmegaConf.merge(OmegaConf.structured(HeadConfig), {"k_horizontal": 2, "k_vertical": 2} | settings)
     data = stage.HeadDataModule(run.cache_dir, 60, samples, 0, 0, 0, 4)
     spec = HeadSpec(
-        run.backbone.width, run.backbone.vocabulary, 2, 2, space=config.space.name, context=config.context,
-        state_scale=3.7, embedding_scale=0.5,
+        run.backbone.width, run.backbone.vocabulary, config.k_horizontal, config.k_vertical, space=config.space.name,
+        context=config.context, recurrent=config.recurrent, state_scale=3.7, embedding_scale=0.5,
     )  # fmt: skip
     torch.manual_seed(1)
     heads = Heads(spec)
@@ -135,7 +136,13 @@ LOSSES = {
     "everything": {"loss": {"smooth_l1": 1.0, "kl": 0.1, "total_variation": 0.5}},
     "token": {"space": "token"},
     "wide": {"context": 3},
-}
+    "unrolled": {"unroll": 3},
+    "recurrent": {"recurrent": True},
+    "recurrent token": {"recurrent": True, "space": "token"},
+    "all at once": {
+        "unroll": 3, "recurrent": True, "context": 5, "loss": {"smooth_l1": 1.0, "kl": 0.1, "total_variation": 0.5}
+    },
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
@@ -182,11 +189,18 @@ def test_the_loss_is_the_mean_over_heads_of_the_weighted_terms(make_run, cached)
     assert module.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
+def whole_grid(module, batch, direction, offset):
+    """What a head sees of both streams."""
+    return Pairs.of(batch["hidden"].transpose(0, 1), batch["tokens"], module.grid, direction, offset)
+
+
 def test_token_space_is_trained_on_the_sampled_tokens(make_run, cached):
-    module, batch = make_module(make_run(cached), condition_drop=0.0, space="token")
-    loss = module.losses(batch, Direction.VERTICAL, 1)["cross_entropy"]
+    module, batch = make_module(make_run(cached), space="token")
+    at = whole_grid(module, batch, Direction.VERTICAL, 1)
+    loss = module.losses(at, torch.zeros(8), Direction.VERTICAL, 1)[0]["cross_entropy"]
     z = module.heads.inputs(batch["hidden"][:, 0, :3], module.output.embed(batch["tokens"][:, :3]))
-    q = module.heads.logits(Direction.VERTICAL, 1, z, None).softmax(-1)
+    predicted = module.heads(Direction.VERTICAL, 1, z)
+    q = module.heads.logits(Direction.VERTICAL, 1, predicted, None).softmax(-1)
     expected = -q.gather(-1, batch["tokens"][:, 1:, :, None]).log().mean()
     assert loss.item() == pytest.approx(expected.item())
 
@@ -196,15 +210,129 @@ def test_condition_drop_takes_its_share(make_run, cached, monkeypatch, share):
     """Over 20,000 draws, 5 standard deviations: a false alarm has probability 6e-7. A function of sample and step."""
     module, _ = make_module(make_run(cached), condition_drop=share)
     count = 20_000
-    streams = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1, 1).expand(count, 2, 1, 1, 1)
-    batch = {"index": torch.arange(count), "hidden": streams}
-    dropped = module._chosen_stream(batch).flatten()
-    assert abs(dropped.mean().item() - share) <= 5 * (share * (1 - share) / count) ** 0.5
-    assert torch.equal(dropped, module._chosen_stream(batch).flatten())
-    again = module._chosen_stream({"index": torch.arange(100, 300), "hidden": streams[:200]}).flatten()
-    assert torch.equal(again, dropped[100:300])
+    batch = {"index": torch.arange(count)}
+    dropped = module._stream(batch)
+    assert abs(dropped.double().mean().item() - share) <= 5 * (share * (1 - share) / count) ** 0.5
+    assert torch.equal(dropped, module._stream(batch))
+    assert torch.equal(module._stream({"index": torch.arange(100, 300)}), dropped[100:300])
     monkeypatch.setattr(HeadModule, "global_step", 1)
-    assert torch.equal(dropped, module._chosen_stream(batch).flatten()) == (share in (0, 1))
+    assert torch.equal(dropped, module._stream(batch)) == (share in (0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_dropped_condition_is_the_unconditional_stream(make_run, cached, monkeypatch, guided):
+    """Smooth L1 of each sample on its own stream, whether or not both are predicted for another loss."""
+    loss = {"smooth_l1": 1.0, "kl": 1e-12 * guided}
+    module, batch = make_module(make_run(cached), k_horizontal=0, k_vertical=1, loss=loss)
+    stream = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+    monkeypatch.setattr(module, "_stream", lambda batch: stream)
+    hidden = batch["hidden"][torch.arange(8), stream]
+    z = module.heads.inputs(hidden[:, :-1], module.output.embed(batch["tokens"][:, :-1]))
+    guess = module.heads(Direction.VERTICAL, 1, z)
+    expected = torch.nn.functional.smooth_l1_loss(guess, hidden[:, 1:] / 3.7)
+    assert module.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.parametrize("guided", [False, True])
+def test_an_unrolled_head_goes_on_from_its_own_predictions(make_run, cached, guided):
+    """Position by position: three steps to the right from every column that has so many neighbours; the true tokens,
+    the predicted states; the mean over the steps of each one's own mean."""
+    loss = {"smooth_l1": 0.0, "kl": 1.0} if guided else {"smooth_l1": 1.0}
+    module, batch = make_module(
+        make_run(cached), k_horizontal=1, k_vertical=0, unroll=3, condition_drop=0.0, loss=loss
+    )  # fmt: skip
+    heads, output, scale = module.heads, module.output, 3.7
+    sums, counts = [0.0] * 3, [0] * 3
+    for y in range(4):
+        for x in range(4):
+            state = batch["hidden"][:, :, y, x]
+            for step in range(min(3, 3 - x)):
+                token = output.embed(batch["tokens"][:, None, y, x + step].expand(-1, 2))
+                guess = heads(Direction.HORIZONTAL, 1, heads.inputs(state, token))
+                state, target = guess * scale, batch["hidden"][:, :, y, x + step + 1]
+                if guided:
+                    logits = [output.readout(h).unbind(1) for h in (target, state)]
+                    p, q = ((u + 2.0 * (c - u)).softmax(-1) for c, u in logits)
+                    sums[step] += (p * (p / q).log()).sum(-1).mean().item()
+                else:
+                    term = torch.nn.functional.smooth_l1_loss(guess[:, 0], target[:, 0] / scale)
+                    sums[step] += term.item()
+                counts[step] += 1
+    expected = sum(total / count for total, count in zip(sums, counts, strict=True)) / 3
+    assert counts == [12, 8, 4]
+    assert module.training_step(batch, 0).item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_a_recurrent_head_is_taught_with_the_true_tokens_to_its_left(make_run, cached):
+    """Row by row and column by column, as it drafts, from its wide window above."""
+    module, batch = make_module(
+        make_run(cached), k_horizontal=0, k_vertical=2, recurrent=True, context=3, condition_drop=0.0
+    )  # fmt: skip
+    heads, output = module.heads, module.output
+    terms = []
+    for offset in 1, 2:
+        squares = []
+        for y in range(4 - offset):
+            z = heads.inputs(batch["hidden"][:, 0, y], output.embed(batch["tokens"][:, y]))
+            z, memory = widen(z, 3), torch.zeros(8, 8)
+            left = left_neighbours(output.embed(batch["tokens"][:, y + offset]))
+            for x in range(4):
+                guess, memory = heads.step(offset, z[:, x], left[:, x], memory)
+                target = batch["hidden"][:, 0, y + offset, x] / 3.7
+                squares.append(torch.nn.functional.smooth_l1_loss(guess, target))
+        terms.append(torch.stack(squares).mean())
+    expected = torch.stack(terms).mean().item()
+    assert module.training_step(batch, 0).item() == pytest.approx(expected, rel=1e-4)
+
+
+# -- one head's graph at a time -----------------------------------------------------------------------------------
+
+
+def at_once(function, *args, **kwargs):
+    """In place of checkpoint: every graph stays until the backward pass."""
+    return function(*args)
+
+
+def gradients(module, batch):
+    module.zero_grad()
+    loss = module.training_step(batch, 0)
+    loss.backward()
+    return loss.item(), {key: parameter.grad.clone() for key, parameter in module.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.parametrize("which", LOSSES)
+def test_gradients_are_those_of_all_heads_at_once(make_run, cached, monkeypatch, which):
+    module, batch = make_module(make_run(cached), **LOSSES[which])
+    loss, mine = gradients(module, batch)
+    monkeypatch.setattr("ssd_train.module.checkpoint", at_once)
+    expected, theirs = gradients(module, batch)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    for key, gradient in theirs.items():
+        assert torch.allclose(mine[key], gradient, rtol=1e-5, atol=1e-7), key
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.parametrize("several", [{}, {"loss": {"kl": 0.1}}, {"k_horizontal": 1, "k_vertical": 0, "unroll": 3}],
+                         ids=["smooth L1", "KL", "unrolled"])  # fmt: skip
+def test_memory_is_that_of_one_head(make_run, cached, monkeypatch, several):
+    """Beyond the gradients, four heads, or three unrolled steps, take hardly more than one."""
+    run = make_run(cached)
+
+    def peak(**settings):
+        module, batch = make_module(run, samples=54, **settings)
+        with Peak() as memory:
+            loss = module.training_step(batch, 0)
+            loss.backward()
+        return memory.bytes - 4 * sum(p.numel() for p in module.parameters())
+
+    one = peak(**(several | {"k_horizontal": 1, "k_vertical": 0, "unroll": 1}))
+    assert peak(**several) < 1.25 * one
+    monkeypatch.setattr("ssd_train.module.checkpoint", at_once)
+    assert peak(**several) > 1.5 * one
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
@@ -213,7 +341,7 @@ def test_condition_drop_takes_its_share(make_run, cached, monkeypatch, share):
 @pytest.mark.parametrize("which", LOSSES)
 def test_the_loss_goes_down(trainable, steps, which):
     overrides = [f"head.loss.{k}={v}" for k, v in LOSSES[which].get("loss", {}).items()]
-    overrides += [f"head.{k}={LOSSES[which][k]}" for k in ("space", "context") if k in LOSSES[which]]
+    overrides += [f"head.{k}={v}" for k, v in LOSSES[which].items() if k != "loss"]
     run = trainable("head.lr=3e-3", "train.epochs=6", *overrides)
     acceptance = stage.run(run)
     losses = [loss for _, _, loss, _ in steps]
@@ -256,7 +384,7 @@ def test_validation_acceptance_is_what_a_loop_over_the_grid_finds(trainable, hea
                 for x in range(4 - dx):
                     embedded = output.embed(sample.tokens[y, x].long())
                     z = torch.stack([heads.inputs(hidden[stream, y, x], embedded) for stream in (0, 1)])
-                    c, u = heads.logits(direction, offset, z, output.readout)
+                    c, u = heads.logits(direction, offset, heads(direction, offset, z), output.readout)
                     q = (u + 2 * (c - u)).softmax(-1)
                     c, u = output.readout(hidden[:, y + dy, x + dx])
                     p = (u + 2 * (c - u)).softmax(-1)
@@ -269,6 +397,72 @@ def test_validation_acceptance_is_what_a_loop_over_the_grid_finds(trainable, hea
     assert validation["validation/acceptance"] == pytest.approx(sum(means) / len(means), rel=1e-4)
     loss = {"latent": "smooth_l1", "token": "cross_entropy"}[head]
     assert {key for key in validation if loss in key} == {f"validation/{loss}/{key}" for key in heads.predictors}
+
+
+def test_validation_follows_an_unrolled_head_step_by_step(trainable):
+    """The exported head, from every column by itself: acceptance at each step, and the mean over steps."""
+    run = trainable("head.k_horizontal=1", "head.k_vertical=0", "head.unroll=3", "head.lr=3e-3")
+    stage.run(run)
+    export.run(run)
+    heads, output = load_heads(run.heads_dir, run.backbone), run.backbone.output.float()
+    validation = run.read_json("training.json")["validation"]
+    data = stage.HeadDataModule(run.cache_dir, 60, 4, 0, 0, 0, 64)
+    rates = [[], [], []]
+    for sample in data.shards.read(Split.VALIDATION):
+        hidden = sample.hidden.view(2, 4, 4, -1)
+        for y in range(4):
+            for x in range(4):
+                state = hidden[:, y, x]
+                for step in range(3 - x):
+                    token = output.embed(sample.tokens[y, x + step].long()).expand(2, -1)
+                    predicted = heads(Direction.HORIZONTAL, 1, heads.inputs(state, token))
+                    state = predicted * heads.spec.state_scale
+                    logits = [output.readout(h) for h in (hidden[:, y, x + step + 1], state)]
+                    p, q = ((u + 2 * (c - u)).softmax(-1) for c, u in logits)
+                    rates[step].append(torch.minimum(p, q).sum())
+    means = [torch.stack(rate).mean().item() for rate in rates]
+    for key, mean in zip(["horizontal_1", "unroll_2", "unroll_3"], means, strict=True):
+        assert validation[f"validation/acceptance/{key}"] == pytest.approx(mean, rel=1e-4)
+    assert validation["validation/acceptance"] == pytest.approx(sum(means) / 3, rel=1e-4)
+    assert {"validation/top1/unroll_2", "validation/smooth_l1/unroll_3"} <= validation.keys()
+    assert "validation/acceptance/unroll_1" not in validation
+    card = (run.heads_dir / "README.md").read_text()
+    assert f"| horizontal +1, step 3 on its own predictions | {means[2]:.3f} |" in card
+
+
+@pytest.mark.parametrize("k_vertical, decoder", [(0, "eagle"), (0, "lantern"), (1, "ssd_recurrent")])
+def test_chains_and_recurrent_heads_go_from_training_to_a_report(trainable, k_vertical, decoder):
+    run = trainable(
+        f"head={'recurrent' if k_vertical else 'eagle'}", "head.k_horizontal=1", f"head.k_vertical={k_vertical}",
+        "head.unroll=3", f"decoder=[ar,{decoder}]", "decode.prompts=2",
+    )  # fmt: skip
+    for step in stage, export, decode:
+        step.check(run)
+        step.run(run)
+    report = json.loads((run.output / "decode/report.json").read_text())
+    assert report["decoders"][decoder]["passes"] < report["decoders"]["ar"]["passes"]
+
+
+def test_an_unrolling_beyond_the_row_is_refused(trainable):
+    with pytest.raises(ValueError, match=r"head.unroll is 4; expected less than the grid's 4 columns"):
+        stage.run(trainable("head=eagle", "head.unroll=4"))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["head.unroll=0"], "head.unroll is 0; expected at least 1"),
+        (["head.unroll=2", "head.k_horizontal=0"], "no horizontal .1 head to unroll; set head.k_horizontal=1"),
+        (["head.unroll=2", "head.space=token"], "head.unroll is 2, .* head.space=token predicts none; use head.space="),
+        (["head.recurrent=true", "head.k_vertical=0"], "head.recurrent=True, .*: these are for vertical heads, and"),
+        (["head.context=3", "head.k_vertical=0"], "head.context=3: these are for vertical heads, .* or head.k_vertica"),
+        (["head.space=token", "head.loss.kl=0.1"], "head.loss.kl=0.1, .* with head.space=token, whose only loss is"),
+        (["head.space=token", "head.loss.total_variation=1"], "total_variation=1.0 with head.space=token"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused_with_the_reason(make_run, tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        make_run(tmp_path, *overrides)
 
 
 def test_validation_loss_is_that_of_the_conditional_stream(trainable):
@@ -358,10 +552,10 @@ def test_the_averaged_weights_are_validated_and_exported(trainable, monkeypatch)
     module = HeadModule(heads, run.backbone.output, run.backbone.grid, run.sampling, run.cfg.head, STEPS, 0)
     rates = []
     for batch in batches:
-        hidden = batch["hidden"].transpose(0, 1)
-        z, target = module._rectangles(hidden, batch["tokens"].expand(2, -1, -1, -1), Direction.VERTICAL, 1)
-        p = guided_probabilities(module.output.readout(target), run.sampling)
-        q = guided_probabilities(heads.logits(Direction.VERTICAL, 1, z, module.output.readout), run.sampling)
+        at = whole_grid(module, batch, Direction.VERTICAL, 1)
+        p = guided_probabilities(module.output.readout(at.target), run.sampling)
+        predicted = module.predict(at, Direction.VERTICAL, 1)
+        q = guided_probabilities(heads.logits(Direction.VERTICAL, 1, predicted, module.output.readout), run.sampling)
         rates.append(torch.minimum(p, q).sum(-1).mean((1, 2)))
     measured = run.read_json("training.json")["validation"]["validation/acceptance/vertical_1"]
     assert measured == pytest.approx(torch.cat(rates).mean().item(), rel=1e-5)
@@ -378,8 +572,9 @@ def test_the_averaged_weights_are_validated_and_exported(trainable, monkeypatch)
         ["head.ema=0.9"],
         ["+train.trainer.accumulate_grad_batches=2", "train.epochs=4"],
         ["train.precision=bf16-mixed", "train.validate_every=5"],
+        ["head=recurrent", "head.unroll=3", "head.loss.kl=0.1"],
     ],
-    ids=["plain", "workers", "ema", "accumulate", "bf16"],
+    ids=["plain", "workers", "ema", "accumulate", "bf16", "recurrent"],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(trainable, monkeypatch, steps, overrides):
     """Dies at step 17, when the last checkpoint is of step 10. Exactly the same batches, losses, learning rates, final
@@ -407,11 +602,11 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(trainable, monkeyp
 
 @pytest.mark.parametrize("ema", ["null", "0.9"])
 def test_dying_between_the_last_step_and_the_summary_costs_nothing(trainable, monkeypatch, steps, ema):
-    overrides = [f"head.ema={ema}", "train.checkpoint_every=7"]
+    overrides = [f"head.ema={ema}", "train.checkpoint_every=9"]
     whole = trainable(*overrides, output="whole")
     stage.run(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(stage.L.Trainer, "save_checkpoint", killing(stage.L.Trainer.save_checkpoint, at=4))
+        patch.setattr(stage.L.Trainer, "save_checkpoint", killing(stage.L.Trainer.save_checkpoint, at=3))
         with pytest.raises(Killed):
             stage.run(trainable(*overrides))
     steps.clear()
@@ -475,7 +670,7 @@ def test_a_checkpoint_cut_short_is_not_resumed(trainable, monkeypatch, steps, ca
     run.checkpoint.write_bytes(run.checkpoint.read_bytes()[:-100])
     steps.clear()
     stage.run(run)
-    assert "last.ckpt is cut short; training starts again" in caplog.text
+    assert "ckpt is cut short; training starts again" in caplog.text
     assert [step for step, *_ in steps] == list(range(STEPS))
     assert same(final_weights(run), final_weights(whole))
 

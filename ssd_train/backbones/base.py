@@ -154,6 +154,8 @@ class Backbone(nn.Module, ABC):
 
         The state at a slot predicts the token of the next one. With ``layers``, the first so many layers only.
         """
+        # For blocks, transformers repeats keys that query heads share (Emu3): with a mask, CUDA's only kernel for
+        # enable_gqa is the one that keeps all scores. Single tokens are spared: their heads stand in as queries.
         mask = cache.begin(slots)
         if self.decoder.config._attn_implementation == "eager":
             # transformers' eager attention adds its mask: a bool one would be silently wrong

@@ -11,6 +11,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+ATTENTION = ("sdpa", "eager")  # flash attention would ignore the KV cache's masks
+
+
+def numerics(dtype: str, attention: str) -> dict:
+    """How a transformers model computes, as arguments to make one. Raises ValueError with what there is."""
+    for name, value, known in ("dtype", dtype, DTYPES), ("attention", attention, ATTENTION):
+        if value not in known:
+            raise ValueError(f"model.backbone.{name} is {value!r}; expected one of {', '.join(known)}")
+    return {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+
 
 def local_folder(checkpoint: str, revision: str | None = None) -> Path:
     """The directory of a checkpoint; one with a hub id is downloaded first, or found in the hub's cache. Raises

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerBase
 
 from ssd_train.backbones.base import PromptBatch
-from ssd_train.backbones.checkpoints import local_folder, require_complete
+from ssd_train.backbones.checkpoints import local_folder, numerics, require_complete
 from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
 from ssd_train.backbones.sketches import byte_tokenizer, emu3_names, random_model
 from ssd_train.grid import Grid
@@ -81,16 +81,16 @@ class Emu3(SharedVocabulary):
     ) -> "Emu3":
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
         image_grid(ratio, area)  # before minutes of loading
+        how = numerics(dtype, attention)
         folder = local_folder(checkpoint, revision)
+        words = AutoTokenizer.from_pretrained(folder)
         model, report = Emu3ForConditionalGeneration.from_pretrained(
             folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused by name below
+            **how,
         )
         require_complete(report, checkpoint, "Emu3")
-        words = AutoTokenizer.from_pretrained(folder)
         return cls(model.to(device), words, name, ratio, area, quality, negative)
 
     @classmethod

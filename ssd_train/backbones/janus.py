@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.backbones.checkpoints import local_folder, require_complete
+from ssd_train.backbones.checkpoints import local_folder, numerics, require_complete
 from ssd_train.backbones.sketches import byte_tokenizer, random_model
 from ssd_train.grid import Grid
 
@@ -30,8 +30,8 @@ class Janus(Backbone):
         grid: Sequence[int] | None = None,
         prompt: str = PROMPT,
     ):
-        """``grid`` (height, width) defaults to the square one that the checkpoint was made for."""
-        height, width = grid or [model.config.vision_config.image_size // model.config.vision_config.patch_size] * 2
+        """``grid`` (height, width) defaults to the square one that the checkpoint was tuned for."""
+        height, width = grid or _square(model.config)
         vision = model.model
         super().__init__(
             name=name,
@@ -45,7 +45,9 @@ class Janus(Backbone):
         self.tokenizer = tokenizer
         self.prompt = prompt
         self.bos, self.pad = generation.bos_token_id, generation.pad_token_id
-        self.begin_of_image = (generation.generation_kwargs or {}).get("boi_token_id")
+        # Where generate() looks for it, or where the converter of earlier checkpoints put it.
+        further = getattr(generation, "generation_kwargs", None) or {}
+        self.begin_of_image = further.get("boi_token_id", getattr(generation, "boi_token_id", None))
         for key, value in {"bos": self.bos, "pad": self.pad, "begin-of-image": self.begin_of_image}.items():
             if value is None:
                 raise ValueError(f"{name}: the checkpoint's generation_config.json names no {key} token id")
@@ -62,19 +64,23 @@ class Janus(Backbone):
         revision: str | None = None,
         attention: str = "sdpa",
     ) -> "Janus":
-        """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
+        """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error, and so is a ``grid``
+        that is not the one the checkpoint was tuned for."""
+        how = numerics(dtype, attention)
         folder = local_folder(checkpoint, revision)
-        model, report = JanusForConditionalGeneration.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported by name, below
-        )
-        require_complete(report, checkpoint, "Janus")
-        generation = GenerationConfig.from_pretrained(folder)
+        own = _square(JanusConfig.from_pretrained(folder))
+        if grid is not None and list(grid) != own:
+            raise ValueError(f"{name} has no grid {list(grid)} (height, width); expected {own}, or null for it")
         # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        generation = GenerationConfig.from_pretrained(folder)
+        model, report = JanusForConditionalGeneration.from_pretrained(
+            folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported by name, below
+            **how,
+        )
+        require_complete(report, checkpoint, "Janus")
         return cls(model.to(device), tokenizer, generation, name, grid, prompt)
 
     @classmethod
@@ -117,6 +123,10 @@ class Janus(Backbone):
             use_cache=False,
         ).last_hidden_state
         return self.model.model.generation_head(hidden[:, prompts.ids.shape[-1] - 1 :])
+
+
+def _square(config: JanusConfig) -> list[int]:
+    return [config.vision_config.image_size // config.vision_config.patch_size] * 2
 
 
 @torch.no_grad()

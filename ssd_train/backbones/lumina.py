@@ -8,7 +8,7 @@ from transformers import ChameleonConfig, ChameleonForConditionalGeneration, Pre
 
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.backbones.chameleon_pixels import MISSING, ChameleonPixels
-from ssd_train.backbones.checkpoints import fill, local_folder, per_head_norms, read_tensors
+from ssd_train.backbones.checkpoints import fill, local_folder, numerics, per_head_norms, read_tensors
 from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
 from ssd_train.backbones.sketches import byte_tokenizer, chameleon_names, random_model
 from ssd_train.grid import Grid
@@ -77,6 +77,7 @@ class Lumina(SharedVocabulary):
         checkpoint: str,
         name: str = "lumina",
         tokenizer: str | None = None,
+        tokenizer_revision: str | None = None,
         resolution: int = 768,
         size: Sequence[int] | None = None,
         vqgan: str | None = None,
@@ -91,17 +92,17 @@ class Lumina(SharedVocabulary):
         the path of Meta's VQGAN, for pixels.
         """
         _checked_size(name, resolution, size)
+        how = numerics(dtype, attention)
         folder = local_folder(checkpoint, revision)
         config = ChameleonConfig.from_pretrained(folder)
         # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
-        words = PreTrainedTokenizerFast.from_pretrained(local_folder(tokenizer) if tokenizer else folder)
+        words = PreTrainedTokenizerFast.from_pretrained(
+            local_folder(tokenizer, tokenizer_revision) if tokenizer else folder
+        )
         pixels = ChameleonPixels.load(vqgan, config.vq_config).to(device) if vqgan else None
-        torch_dtype = getattr(torch, dtype)
-        tensors = per_head_norms(read_tensors(folder, torch_dtype, device), config)
+        tensors = per_head_norms(read_tensors(folder, how["dtype"], device), config)
         with torch.device("meta"):
-            model = ChameleonForConditionalGeneration._from_config(
-                config, dtype=torch_dtype, attn_implementation=attention
-            )
+            model = ChameleonForConditionalGeneration._from_config(config, **how)
         if not any(key.startswith("model.vqmodel.") for key in tensors):
             del model.model.vqmodel  # tuning dropped the VQ encoder, and so the published checkpoints lack it
         fill(model, tensors, checkpoint)

@@ -17,28 +17,35 @@ from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from ssd_train.backbones.checkpoints import numerics
+
 if TYPE_CHECKING:
     from ssd_train.backbones.base import Backbone
+
+
+class UnknownSize(ValueError):
+    """Nothing says how large a backbone is before it is loaded."""
 
 
 def sketch(model: DictConfig, device: str = "meta") -> "Backbone":
     """The backbone that a ``model`` node describes, with random weights; on the meta device with none.
 
     Its architecture is that of the checkpoint's config.json if the checkpoint is a local directory, else
-    ``model.architecture``. Raises ValueError if there is neither, or the adapter has no ``sketch``.
+    ``model.architecture``. Raises UnknownSize if there is neither, or the adapter has no ``sketch``; ValueError for
+    settings that the adapter refuses.
     """
     target = model.backbone._target_.rpartition(".")[0]
     adapter = get_object(target)
     if not hasattr(adapter, "sketch"):
-        raise ValueError(f"the size of {model.name} is not known before it is loaded: {target} has no sketch()")
+        raise UnknownSize(f"the size of {model.name} is not known before it is loaded: {target} has no sketch()")
     settings = OmegaConf.to_container(model.backbone, resolve=True)
-    config = Path(settings.get("checkpoint", "")) / "config.json"
-    if config.is_file():
+    checkpoint = settings.get("checkpoint")
+    if checkpoint and (config := Path(checkpoint, "config.json")).is_file():
         settings["architecture"] = json.loads(config.read_text())
     elif model.get("architecture"):
         settings["architecture"] = OmegaConf.to_container(model.architecture, resolve=True)
     elif "architecture" not in settings:
-        raise ValueError(f"the size of {model.name} is not known before it is loaded: it has no model.architecture")
+        raise UnknownSize(f"the size of {model.name} is not known before it is loaded: it has no model.architecture")
     known = {*signature(adapter.sketch).parameters, *signature(random_model).parameters}
     return adapter.sketch(**{k: v for k, v in settings.items() if k in known}, name=model.name, device=device)
 
@@ -56,7 +63,7 @@ def random_model(
     models draw far from flat distributions only with 5 to 15 or so."""
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        model = cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model = cls._from_config(config, **numerics(dtype, attention))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if scale == 1 or "vqmodel" in name:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.decoding.parts import Drafter, Outcome, Rule, Schedule, Script, Step, Trace
+from ssd_train.decoding.parts import (
+    Drafter,
+    JointRule,
+    Outcome,
+    Rule,
+    Schedule,
+    Script,
+    Step,
+    Trace,
+    judges_neighbours,
+)
 from ssd_train.distributions import Sampling, Verdict, accept_and_redraw, guided_probabilities, sample
 from ssd_train.draws import Purpose, uniform
 from ssd_train.kv_cache import Slots
@@ -55,6 +65,11 @@ class Decoder:
             self.drafter = self.drafter.bind(backbone, heads)
         if self.rule is not None:
             self.rule = self.rule.bind(backbone)
+        if isinstance(self.rule, JointRule) and not judges_neighbours(self.schedule, backbone.grid):
+            raise ValueError(
+                f"{type(self.rule).__name__} judges runs of drafts, but {type(self.schedule).__name__} with these "
+                "settings never judges two neighbouring drafts of a row in one pass; expected another rule or schedule"
+            )
         return self
 
     def exact(self, backbone: Backbone) -> bool:
@@ -233,7 +248,11 @@ class State:
         drafted = self._drafted[host]
         if drafted.any():
             draft = self.tokens[at].clamp_min(0)  # -1 where there is none
-            accept, weight = self.decoder.rule(p, self.q[items.sample, items.position % self.window], draft)
+            q = self.q[items.sample, items.position % self.window]
+            rule = self.decoder.rule
+            accept, weight = rule(p, q, draft)
+            if isinstance(rule, JointRule):
+                accept = rule.together(accept, p, q, draft, self._follows(items, drafted), u[:, Purpose.ACCEPT])
             if not drafted.all():
                 has_draft = torch.from_numpy(drafted).to(self.device)
                 accept = torch.where(has_draft, accept, 0)
@@ -259,6 +278,12 @@ class State:
         return verdict
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
+
+    def _follows(self, items: Items, drafted: np.ndarray) -> Tensor:
+        """[N] bool: whether an item and the one before it are drafts side by side in a row."""
+        beside = (np.diff(items.host_sample) == 0) & (np.diff(items.host_position) == 1)
+        beside &= drafted[1:] & drafted[:-1] & (items.host_position[1:] % self.grid.width > 0)
+        return torch.from_numpy(np.concatenate([[False], beside])).to(self.device)
 
     def _items(self, positions: list[Sequence[int]]) -> Items:
         """One list of positions a sample, or a single one for all."""

@@ -7,6 +7,7 @@ items, (sample, position) pairs of a batch laid end to end; V the image vocabula
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,31 @@ class Rule(ABC):
         distribution [N, V] to re-draw a rejected draft from."""
 
 
+class JointRule(Rule):
+    """A rule that may also judge runs of neighbouring drafts as one."""
+
+    @abstractmethod
+    def together(self, accept: Tensor, p: Tensor, q: Tensor, draft: Tensor, follows: Tensor, u: Tensor) -> Tensor:
+        """The acceptance probabilities [N] that replace those judged alone, ``accept`` [N]. ``follows`` [N] bool: an
+        item and the one before it are drafts side by side in a row; ``u`` [N] in (0, 1): an item is accepted where it
+        is below the result."""
+
+
+def judges_neighbours(schedule: Schedule, grid: Grid) -> bool:
+    """Whether any step judges two drafts side by side in a row, found by a rehearsal that accepts everything."""
+    script, drafts, outcome = schedule.script(grid), set(), None
+    with suppress(StopIteration):
+        while True:
+            step = script.send(outcome)
+            drafts.update(position for position, _ in step.draft)
+            judged = drafts.intersection(step.judge)
+            if any(position % grid.width and position - 1 in judged for position in judged):
+                return True
+            drafts.update(step.judge)
+            outcome = Outcome(torch.ones(len(step.judge), dtype=torch.bool), 0, len(step.judge))
+    return False
+
+
 @dataclass
 class Trace:
     """What happened, for metrics and maps: these read nothing else.
@@ -124,3 +150,13 @@ class Trace:
     accepted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
     token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     offset: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int64))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All but ``seconds``, to be stored."""
+        values = {name: value for name, value in vars(self).items() if name != "seconds"}
+        return {name: torch.as_tensor(value) for name, value in values.items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> "Trace":
+        lists = {name: tensors[name].tolist() for name in ("passes", "fed")}
+        return cls(**(tensors | lists))

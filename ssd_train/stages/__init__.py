@@ -3,6 +3,9 @@
 Each has ``run(Run)``, and ``check(Run)``, which raises what can be known to be wrong before any stage has run.
 """
 
-from ssd_train.stages import cache, decode, export, plan, train
+from ssd_train.stages import benchmark, cache, decode, export, phrases, plan, train
 
-STAGES = {"plan": plan, "cache": cache, "train": train, "export": export, "decode": decode}
+STAGES = {
+    "plan": plan, "cache": cache, "phrases": phrases, "train": train, "export": export, "decode": decode,
+    "benchmark": benchmark,
+}  # fmt: skip

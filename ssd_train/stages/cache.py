@@ -11,7 +11,6 @@ import torch
 import transformers
 from PIL import Image, ImageOps
 from torch import Tensor
-from tqdm import tqdm
 
 import ssd_train
 from ssd_train.backbones.base import Backbone
@@ -20,6 +19,7 @@ from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
 from ssd_train.draws import sample_seed
+from ssd_train.files import claim, share_out
 from ssd_train.kv_cache import Slots
 from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.run import Run
@@ -52,30 +52,44 @@ def run(run: Run) -> None:
         require_reach(run)
     cache = ShardCache(run.cache_dir)
     shards = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
-    if cache.manifest_path.exists():
+    if cache.remote or cache.manifest_path.exists():
         cache.check(identity(run))
-    missing = [i for i, shard in enumerate(shards) if not _is_there(cache, i, shard, cfg.verify)]
+    world = run.world  # each process looks closely at its share, and the others rely on that
+    missing = [
+        i for i, shard in enumerate(shards)
+        if not _is_there(cache, i, shard, cfg.verify and i % world.size == world.rank)
+    ]  # fmt: skip
+    if cache.remote and missing:
+        raise CacheError(
+            f"the cache at {cache.directory} lacks shards {missing[:8]} of {len(shards)}, and a URL is only read: make "
+            "them with cache.dir=<directory> and copy them there, or lower cache.samples"
+        )
     if not missing:
         log.info("cache %s is complete: %d samples in %d shards", cache.directory, len(prompts), len(shards))
+        if not cache.remote:
+            cache.write_index(len(shards))
         return
     _estimate(run, cache, sum(len(shards[i]) for i in missing), prompts)
-    with cache.claim(None):
+    with claim(cache.directory / "manifest.lock"):
         if not cache.manifest_path.exists():
             cache.pin(identity(run) | _checks(run, prompts))
     cache.check(identity(run))
     made = 0
-    for wait in False, True:  # first what no other process is making, then what the others have not finished
-        claimed = []
-        for i in tqdm(missing, desc="cache", unit="shard", disable=wait):
-            with cache.claim(i, wait) as mine:
-                if not mine:
-                    claimed.append(i)
-                elif not _is_there(cache, i, shards[i], cfg.verify):
-                    if cache.path(i).exists():
-                        log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
-                    cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
-                    made += 1
-        missing = claimed
+    with run.progress(total=len(missing), desc="cache", unit="shard") as bar:
+
+        def is_there(shard: int, again: bool) -> bool:
+            # What another process has just made needs no hashing.
+            there = _is_there(cache, shard, shards[shard], cfg.verify and not again)
+            bar.update(there)
+            return there
+
+        for i in share_out(cache.claims, missing, is_there):
+            if cache.path(i).exists():
+                log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
+            cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
+            made += 1
+            bar.update()
+    cache.write_index(len(shards))
     log.info(
         "cache %s is complete: %d samples in %d shards, %d of them made now",
         cache.directory, len(prompts), len(shards), made,
@@ -102,7 +116,7 @@ def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool
     wanted = [describe(p.index, p.text) for p in prompts]
     if any(a != b for a, b in zip(wanted, entry.samples, strict=False)):
         raise CacheError(
-            f"{cache.path(shard)} holds other prompts than model.prompts gives now: the prompt source has changed. "
+            f"{cache.url(shard)} holds other prompts than model.prompts gives now: the prompt source has changed. "
             "Use another cache.dir, or remove this cache if it is not needed."
         )
     return len(entry.samples) >= len(wanted)
@@ -229,12 +243,13 @@ def _seconds_a_pass(backbone: Backbone, texts: list[str]) -> float:
 def _samples(run: Run, prompts: list[Prompt], what: str) -> Iterator[Sample]:
     batch_size = run.cfg.cache.batch_size
     make = _generate if run.cfg.cache.source is CacheSource.generated else _encode_images
-    for start in tqdm(range(0, len(prompts), batch_size), desc=what, unit="batch", leave=False):
+    for start in run.progress(range(0, len(prompts), batch_size), desc=what, unit="batch", leave=False):
         batch = prompts[start : start + batch_size]
         seeds = [sample_seed(run.cfg.seed, p.index) for p in batch]
         tokens, hidden = make(run, batch, seeds)
         for i, prompt in enumerate(batch):
-            yield Sample(prompt.index, prompt.text, seeds[i], tokens[i].int().cpu(), hidden[:, i].cpu())
+            states = hidden[:, i].cpu()
+            yield Sample(prompt.index, prompt.text, seeds[i], tokens[i].int().cpu(), states, run.backbone.fingerprint)
 
 
 def _generate(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:

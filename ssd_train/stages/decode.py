@@ -1,10 +1,16 @@
-"""Decoders compared on the same prompts and seeds, with the heads as exported."""
+"""Decoders compared on the same prompts and seeds, with the heads as exported.
+
+The unit of work is a batch of prompts by one decoder, kept under ``parts``: processes share the batches, and a
+run that was cut off goes on with those that are missing.
+"""
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -13,17 +19,18 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
 from torch import Tensor
-from tqdm import tqdm
 
-from ssd_train import metrics, plots, report
+import ssd_train
+from ssd_train import config, metrics, plots, report
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.parts import Trace
 from ssd_train.draws import sample_seed
 from ssd_train.export import load_heads, read_config, write_card
-from ssd_train.files import write_atomically
+from ssd_train.files import sha256, share_out, write_atomically
 from ssd_train.prompts import Prompt, Split
 from ssd_train.run import Run
+from ssd_train.tracking import log_report
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +44,27 @@ def check(run: Run) -> None:
         read_config(run.heads_dir)
 
 
-def run(run: Run) -> None:
+def run(run: Run, folder: str = "decode") -> None:
+    """Leaves the report in this folder of the output."""
     cfg, backbone = run.cfg.decode, run.backbone
     prompts = run.prompts([Split.TEST], cfg.prompts)
     decoders = make_decoders(run)
+    directory = run.output / folder
+    parts = {name: run.output / "parts" / _identity(run, name, prompts) for name in decoders}
     seconds, drafting = _time(run, decoders, prompts[: cfg.timed_images])
-    directory = run.output / "decode"
+    run.meet()
+    for name, decoder in decoders.items():
+        _decode(run, decoder, prompts, name, parts[name])
+    run.meet()
+    if run.world.rank > 0:
+        return
     (directory / "tokens").mkdir(parents=True, exist_ok=True)
     scorer = _optional(run, "scorer")
     entries, pictures = {}, {}
     first = {prompt.text: i for i, prompt in reversed(list(enumerate(prompts)))}
     shown = sorted(first.values())[: cfg.pictures]  # a caption once
     for name, decoder in decoders.items():
-        tokens, traces, nll = _decode(run, decoder, prompts, name)
+        tokens, traces, nll = _gather(parts[name], len(_batches(prompts, cfg.batch_size)))
         write_atomically(directory / "tokens" / f"{name}.safetensors", safetensors.torch.save({"tokens": tokens}))
         images = _pixels(run, tokens)
         pictures[name] = None if images is None else images[shown]
@@ -70,7 +85,7 @@ def run(run: Run) -> None:
             texture=None if images is None else metrics.texture(images),
             code_entropy=metrics.code_entropy(tokens, backbone.vocabulary),
         )
-    _draw(run, entries, pictures, [prompts[i].text for i in shown])
+    _draw(run, directory, entries, pictures, [prompts[i].text for i in shown])
     heads = read_config(run.heads_dir) if (run.heads_dir / "config.json").exists() else None
     contents = report.write_report(
         report.Report(
@@ -87,11 +102,12 @@ def run(run: Run) -> None:
     table = report.table_markdown(contents)
     if heads and not cfg.heads:
         write_card(run.heads_dir, heads, f"{len(prompts)} prompts, {contents['device']}.\n\n{table}")
+    log_report(run.logger, contents, directory, heads["training"]["steps"] if heads else 0)
     log.info("report in %s\n%s%s", directory / "report.md", f"{run.cfg.note}\n\n" if run.cfg.note else "", table)
 
 
-def configured_decoders(run: Run) -> dict[str, Decoder]:
-    """The configured decoders and their variations. Raises ValueError naming the one that cannot be built."""
+def decoder_nodes(run: Run) -> dict[str, Any]:
+    """The configured decoders and their variations, by name. Raises ValueError for a variation of nothing."""
     nodes = dict(run.cfg.decoder.items())
     for variation in run.cfg.decode.vary:
         key, values = variation.split("=", 1)
@@ -102,8 +118,13 @@ def configured_decoders(run: Run) -> dict[str, Decoder]:
                 raise ValueError(f"decode.vary: {name} has no setting {setting}; expected one that its yaml names")
             OmegaConf.update(node, setting, value)
             nodes[f"{name} {setting.rsplit('.', 1)[-1]}={value}"] = node
+    return nodes
+
+
+def configured_decoders(run: Run) -> dict[str, Decoder]:
+    """The same, built. Raises ValueError naming the one that cannot be."""
     decoders = {}
-    for name, node in nodes.items():
+    for name, node in decoder_nodes(run).items():
         try:
             decoders[name] = instantiate(node)
         except InstantiationException as error:
@@ -133,13 +154,26 @@ def _context(run: Run, prompts: list[Prompt]) -> tuple[PromptBatch, list[int]]:
     return context, [sample_seed(run.cfg.seed, p.index) for p in prompts]
 
 
+def _identity(run: Run, name: str, prompts: list[Prompt]) -> str:
+    """Of everything that decides what one decoder makes of the prompts, our own code included."""
+    heads = run.heads_dir / "model.safetensors"
+    return config.fingerprint(
+        run.backbone.fingerprint, str(run.backbone.dtype), vars(run.sampling), run.cfg.seed, decoder_nodes(run)[name],
+        sha256(heads) if heads.exists() else None, [[p.index, p.text] for p in prompts],
+        run.cfg.decode.batch_size, [sha256(path) for path in sorted(Path(ssd_train.__file__).parent.rglob("*.py"))],
+    )  # fmt: skip
+
+
 def _time(run: Run, decoders: dict[str, Decoder], prompts: list[Prompt]) -> tuple[dict, dict]:
     """Median seconds an image at batch 1, and the share spent drafting, by decoder. Decoders take turns on each image,
-    so that a slow spell of the machine hits all of them; the first image warms up and is not counted."""
+    so that a slow spell of the machine hits all of them; the first image warms up and is not counted. One process
+    measures while the others wait."""
+    if run.world.rank > 0:
+        return {}, {}
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     traces: dict[str, list[Trace]] = {name: [] for name in decoders}
     warm_up = prompts[:1]
-    for number, prompt in enumerate(tqdm([*warm_up, *prompts], desc="timing", unit="image")):
+    for number, prompt in enumerate(run.progress([*warm_up, *prompts], desc="timing", unit="image")):
         for name, decoder in decoders.items():
             context, seeds = _context(run, [prompt])
             start = perf_counter()
@@ -155,21 +189,41 @@ def _time(run: Run, decoders: dict[str, Decoder], prompts: list[Prompt]) -> tupl
     )
 
 
-def _decode(run: Run, decoder: Decoder, prompts: list[Prompt], name: str) -> tuple[Tensor, list[Trace], float]:
-    """tokens [N, h, w] int64 on the CPU, a trace a batch, mean nats a token."""
-    tokens, traces, nll = [], [], []
-    for batch in tqdm(list(_batches(prompts, run.cfg.decode.batch_size)), desc=name, unit="batch"):
-        context, seeds = _context(run, batch)
-        decoded = decoder(run.backbone, context, seeds, run.sampling)
-        tokens.append(decoded.tokens.cpu())
-        traces.append(decoded.trace)
-        nll.append(metrics.negative_log_likelihood(run.backbone, context, decoded.tokens, run.sampling))
-    return torch.cat(tokens), traces, float(torch.cat(nll).mean())
+def _decode(run: Run, decoder: Decoder, prompts: list[Prompt], name: str, directory: Path) -> None:
+    """Makes the parts of one decoder that are not there, shared with the other processes. A part holds tokens
+    [B, h, w] int64, nll [B] float64 and the trace."""
+    directory.mkdir(parents=True, exist_ok=True)
+    batches = _batches(prompts, run.cfg.decode.batch_size)
+    with run.progress(total=len(batches), desc=name, unit="batch") as bar:
+
+        def is_there(i: int, again: bool) -> bool:
+            there = _part(directory, i).exists()
+            bar.update(there)
+            return there
+
+        for i in share_out(directory / "claims.lock", range(len(batches)), is_there):
+            context, seeds = _context(run, batches[i])
+            decoded = decoder(run.backbone, context, seeds, run.sampling)
+            nll = metrics.negative_log_likelihood(run.backbone, context, decoded.tokens, run.sampling)
+            tensors = {"tokens": decoded.tokens, "nll": nll} | decoded.trace.tensors()
+            tensors = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
+            write_atomically(_part(directory, i), safetensors.torch.save(tensors))
+            bar.update()
 
 
-def _batches(prompts: list[Prompt], size: int) -> Iterator[list[Prompt]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]
+def _gather(directory: Path, parts: int) -> tuple[Tensor, list[Trace], float]:
+    """tokens [N, h, w] int64, a trace a batch, mean nats a token."""
+    loaded = [safetensors.torch.load_file(_part(directory, i)) for i in range(parts)]
+    tokens, nll = (torch.cat([part.pop(name) for part in loaded]) for name in ("tokens", "nll"))
+    return tokens, [Trace.of_tensors(part) for part in loaded], float(nll.mean())
+
+
+def _part(directory: Path, i: int) -> Path:
+    return directory / f"{i:05d}.safetensors"
+
+
+def _batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
 def _pixels(run: Run, tokens: Tensor) -> Tensor | None:
@@ -191,8 +245,7 @@ def _by_category(run: Run, prompts: list[Prompt], right: Tensor) -> dict | None:
     return {name: metrics.wilson(sum(oks), len(oks)) for name, oks in sorted(groups.items())}
 
 
-def _draw(run: Run, entries: dict, pictures: dict, captions: list[str]) -> None:
-    directory = run.output / "decode"
+def _draw(run: Run, directory: Path, entries: dict, pictures: dict, captions: list[str]) -> None:
     main = [name for name in run.cfg.decoder if pictures[name] is not None]
     if main and captions:
         plots.image_grid({name: pictures[name] for name in main}, captions, directory / "images.png")

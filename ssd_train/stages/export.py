@@ -9,6 +9,7 @@ from ssd_train.config import Stage
 from ssd_train.export import HeadsError, load_heads, read_config, save_heads
 from ssd_train.heads import Heads, HeadSpec
 from ssd_train.run import Run
+from ssd_train.tracking import log_heads
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,8 @@ def check(run: Run) -> None:
 
 
 def run(run: Run) -> None:
+    if run.world.rank > 0:
+        return
     summary = _summary(run)
     directory = run.output / "heads"
     training = {key: summary[key] for key in ("fingerprint", "steps", "samples", "validation")}
@@ -32,15 +35,16 @@ def run(run: Run) -> None:
     save_heads(directory, heads, run.backbone, training)
     load_heads(directory, run.backbone)
     log.info("exported %d heads to %s", len(heads.predictors), directory)
+    log_heads(run.logger, directory, run.cache_dir)
 
 
 def _summary(run: Run) -> dict:
     """What the train stage wrote when it had finished. Raises HeadsError if that was never, or other heads."""
     summary = run.read_json("training.json")
+    if summary is not None and summary["fingerprint"] != run.train_fingerprint:
+        raise HeadsError(f"{run.output} holds heads trained with other settings; run the train stage first")
     if summary is None or not run.checkpoint.exists():
         raise HeadsError(f"{run.output} holds no finished training; run the train stage first")
-    if summary["fingerprint"] != run.train_fingerprint:
-        raise HeadsError(f"{run.output} holds heads trained with other settings; run the train stage first")
     return summary
 
 

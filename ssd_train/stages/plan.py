@@ -1,10 +1,6 @@
-"""A run's memory and disk on paper, before anything is loaded: plan.json, and a table in plan.md.
-
-How many GPUs train together is what torchrun says (WORLD_SIZE), else one.
-"""
+"""A run's memory, disk and hours on paper, before anything is loaded: plan.json, and a table in plan.md."""
 
 import logging
-import os
 
 from ssd_train import plan
 from ssd_train.backbones.sketches import sketch
@@ -19,7 +15,11 @@ def check(run: Run) -> None:
 
 
 def run(run: Run) -> None:
-    contents = plan.plan(run.cfg, plan.Sizes.of(sketch(run.cfg.model)), int(os.environ.get("WORLD_SIZE", 1)))
+    if run.world.rank > 0:
+        return
+    sizes = plan.Sizes.of(sketch(run.cfg.model))
+    plan.require_reach(run.cfg, sizes.grid)
+    contents = plan.plan(run.cfg, sizes, run.world.size)
     run.write_json("plan.json", contents)
     table = plan.markdown(contents)
     write_atomically(run.output / "plan.md", f"{table}\n".encode())

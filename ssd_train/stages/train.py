@@ -2,23 +2,30 @@
 
 import logging
 import zipfile
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
+from ssd_train import signals
 from ssd_train.datamodule import HeadDataModule
+from ssd_train.files import replacing
 from ssd_train.heads import Heads, HeadSpec
 from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
 from ssd_train.run import Run
 from ssd_train.shards import ShardCache
 from ssd_train.stages.cache import identity, require_reach
+from ssd_train.tracking import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +42,33 @@ class Progress(TQDMProgressBar):
         bar.total = self.total_train_batches
         bar.initial = bar.n = self.trainer.global_step * self.trainer.accumulate_grad_batches
         return bar
+
+
+class StopWhenAsked(Callback):
+    """Ends training between two steps, in all processes at the same one, when a signal has reached any of them."""
+
+    stopped = False
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        signals.install()  # in place of Lightning's handler, which would exchange messages in mid-step
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.stopped = trainer.strategy.reduce_boolean_decision(signals.asked_to_stop(), all=False)
+            trainer.should_stop |= self.stopped
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
+        checkpoint["processes"] = trainer.world_size
+
+
+class Checkpoints(TorchCheckpointIO):
+    """A new one replaces the old one when it is whole. Lightning's own way leads through memory and the temporary
+    directory, and, where that is another file system, piece by piece over the old one."""
+
+    def save_checkpoint(self, checkpoint: dict, path: str, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(Path(path)) as file:
+            torch.save(checkpoint, file)
 
 
 def check(run: Run) -> None:
@@ -63,35 +97,58 @@ def run(run: Run) -> float:
     )  # fmt: skip
     heads = make_heads(run, data)
     parameters = sum(p.numel() for p in heads.parameters())
-    steps = data.steps(cfg.epochs, cfg.trainer.get("accumulate_grad_batches", 1))
-    trainer = make_trainer(run, steps, make_logger(run))
+    batches = cfg.trainer.get("accumulate_grad_batches", 1)
+    steps = data.steps(cfg.epochs, batches * run.world.size)
+    stop = StopWhenAsked()
+    trainer = make_trainer(run, steps, run.logger or False, stop, Throughput())
     log.info(
-        "training %d heads (%.1fM parameters) on %d samples for %d steps; %d validation samples",
-        len(heads.predictors), parameters / 1e6, data.counts[Split.TRAIN], steps, data.validation_samples,
+        "training %d heads (%.1fM parameters) on %d samples for %d steps of %d process(es); %d validation samples",
+        len(heads.predictors), parameters / 1e6, data.counts[Split.TRAIN], steps, run.world.size,
+        data.validation_samples,
     )  # fmt: skip
+    log.info("%s", data.coverage(steps * batches, run.world.size))
     module = HeadModule(heads, run.backbone.output, run.backbone.grid, run.sampling, run.cfg.head, steps, run.cfg.seed)
-    trainer.fit(module, data, ckpt_path=_resume_from(run), weights_only=True)
-    # With head.ema, a checkpoint's "state_dict" holds the averaged weights, and these are validated.
-    trainer.save_checkpoint(run.checkpoint, weights_only=False)
-    if trainer.global_step < steps:
-        raise RuntimeError(f"training stopped at step {trainer.global_step} of {steps}; run the same command to go on")
+    with signals.deferred():
+        _fit(trainer, module, data, _resume_from(run))
+        # With head.ema, a checkpoint's "state_dict" holds the averaged weights, and these are validated.
+        trainer.save_checkpoint(run.checkpoint, weights_only=False)
+        if trainer.global_step < steps:
+            why = f"training stopped at step {trainer.global_step} of {steps}; run the same command to go on"
+            if not stop.stopped:
+                raise RuntimeError(why)
+            log.warning(why)
+            raise signals.Stopped
     trainer.validate(module, data, verbose=False)
     metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation")}
     log.info(
         "heads trained; acceptance on validation prompts %.3f: %s", metrics["validation/acceptance"],
         ", ".join(f"{key} {metrics[f'validation/acceptance/{key}']:.2f}" for key in heads.predictors),
     )  # fmt: skip
-    run.write_json(
-        "training.json",
-        {
-            "fingerprint": run.train_fingerprint,
-            "steps": steps,
-            "samples": data.counts[Split.TRAIN],
-            "heads": heads.config(),
-            "validation": metrics,
-        },
-    )
+    if run.world.rank == 0:
+        run.write_json(
+            "training.json",
+            {
+                "fingerprint": run.train_fingerprint,
+                "steps": steps,
+                "samples": data.counts[Split.TRAIN],
+                "heads": heads.config(),
+                "validation": metrics,
+            },
+        )
     return metrics["validation/acceptance"]
+
+
+def _fit(trainer: L.Trainer, module: HeadModule, data: HeadDataModule, checkpoint: str | None) -> None:
+    """Raises RuntimeError that says what to do if a worker of the loader was killed."""
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{str(error).strip()} If memory ran out, lower train.shuffle_buffer (samples a worker) or train.workers="
+            f"{data.workers}; run the same command to go on from the last checkpoint"
+        ) from error
 
 
 def make_heads(run: Run, data: HeadDataModule) -> Heads:
@@ -107,23 +164,17 @@ def make_heads(run: Run, data: HeadDataModule) -> Heads:
             hidden=cfg.hidden or 0,
             space=cfg.space.name,
             context=cfg.context,
+            recurrent=cfg.recurrent,
             state_scale=state_scale,
             embedding_scale=embedding_scale,
         )
     )
 
 
-def make_logger(run: Run) -> Logger | bool:
-    if not run.cfg.logger:
-        return False
-    logger = instantiate(run.cfg.logger)
-    logger.log_hyperparams(OmegaConf.to_container(run.cfg, resolve=True, enum_to_str=True))
-    return logger
-
-
-def make_trainer(run: Run, steps: int, logger: Logger | bool) -> L.Trainer:
-    cfg = run.cfg.train
+def make_trainer(run: Run, steps: int, logger: Logger | bool, *more: Callback) -> L.Trainer:
+    cfg, world = run.cfg.train, run.world
     callbacks: list[Callback] = [
+        *more,
         ModelCheckpoint(
             run.checkpoint.parent, filename=run.checkpoint.stem, every_n_train_steps=cfg.checkpoint_every,
             enable_version_counter=False,
@@ -132,35 +183,45 @@ def make_trainer(run: Run, steps: int, logger: Logger | bool) -> L.Trainer:
     ]  # fmt: skip
     if run.cfg.head.ema is not None:
         callbacks.append(EMAWeightAveraging(decay=run.cfg.head.ema))
-    return L.Trainer(
-        accelerator="gpu" if run.device.type == "cuda" else "cpu",
-        devices=1,
-        max_steps=steps,
-        max_epochs=-1,
-        precision=cfg.precision,
-        gradient_clip_val=cfg.gradient_clip,
-        val_check_interval=cfg.validate_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=min(10, steps),
-        callbacks=callbacks,
-        logger=logger,
-        default_root_dir=run.output,
-        enable_model_summary=False,
-        **OmegaConf.to_container(cfg.trainer, resolve=True),
-    )
+    settings = {
+        "accelerator": "gpu" if run.device.type == "cuda" else "cpu",
+        "devices": world.local_size,
+        "num_nodes": world.nodes,
+        "plugins": [TorchElasticEnvironment() if world.size > 1 else LightningEnvironment(), Checkpoints()],
+        # Every process validates on all samples: the same figures whatever their number.
+        "use_distributed_sampler": False,
+        "max_steps": steps,
+        "max_epochs": -1,
+        "precision": cfg.precision,
+        "gradient_clip_val": cfg.gradient_clip,
+        "val_check_interval": cfg.validate_every,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": min(10, steps),
+        "callbacks": callbacks,
+        "logger": logger,
+        "default_root_dir": run.output,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**(settings | OmegaConf.to_container(cfg.trainer, resolve=True)))
 
 
 def _resume_from(run: Run) -> str | None:
-    """The checkpoint, if it is whole and of this very training run; else it is removed."""
-    (run.output / "training.json").unlink(missing_ok=True)
-    mine = {"fingerprint": run.train_fingerprint}
-    if run.checkpoint.exists() and run.read_json("checkpoints/of.json") == mine:
-        if zipfile.is_zipfile(run.checkpoint):  # its directory stands at its end
-            log.info("resuming from %s", run.checkpoint)
-            return str(run.checkpoint)
+    """This very training's checkpoint, if it is there and whole. Raises ValueError if it was made by another number of
+    processes: they would see other samples, and other numbers of them a step."""
+    if not run.checkpoint.exists():
+        others = [path.name for path in run.checkpoint.parent.glob("*.ckpt")]
+        if others:
+            log.info("training starts anew; %s, of other settings, stay where they are", ", ".join(others))
+        return None
+    if not zipfile.is_zipfile(run.checkpoint):  # its directory stands at its end
         log.warning("%s is cut short; training starts again", run.checkpoint)
-    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    run.checkpoint.unlink(missing_ok=True)
-    run.write_json("checkpoints/of.json", mine)
-    return None
+        return None
+    processes = torch.load(run.checkpoint, map_location="meta", weights_only=True, mmap=True)["processes"]
+    if processes != run.world.size:
+        raise ValueError(
+            f"{run.checkpoint} was made by {processes} process(es), and this run has {run.world.size}; go on with "
+            f"{processes}, or remove it to start again"
+        )
+    log.info("resuming from %s", run.checkpoint)
+    return str(run.checkpoint)

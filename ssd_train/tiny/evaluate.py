@@ -22,7 +22,9 @@ from .train_vq import decode, encode
 from .train_vq import evaluate as evaluate_vq
 
 
-def measure(folder: Path, n: int, guidance: list[float], grid: Path | None, seed: int) -> dict:
+def measure(
+    folder: Path, n: int, guidance: list[float], grid: Path | None, seed: int, temperature: float = 1.0
+) -> dict:
     """The figures of `folder`'s README; n is the number of images behind each."""
     model = JanusForConditionalGeneration.from_pretrained(folder).eval()
     tokenizer, vq = AutoTokenizer.from_pretrained(folder), model.model.vqmodel
@@ -46,7 +48,9 @@ def measure(folder: Path, n: int, guidance: list[float], grid: Path | None, seed
         "score": {},
     }
     for scale in guidance:
-        images, captions, out["score"][str(scale)] = sample_and_score(model, tokenizer, n, scale, seed)
+        images, captions, out["score"][str(scale)] = sample_and_score(
+            model, tokenizer, n, scale, seed, temperature
+        )
         print(scale, json.dumps(out["score"][str(scale)]), flush=True)
         if grid is not None:
             save_grid(images[:48], captions, grid.with_stem(f"{grid.stem}-{scale}"))
@@ -59,11 +63,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, default=192)
     parser.add_argument("--guidance", type=float, nargs="*", default=[1.5, 2.0, 3.0, 4.0, 5.0])
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--grid", type=Path, help="PNG of samples; the guidance scale is added to its name")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
     torch.set_num_threads(2)
-    summary = measure(args.folder, args.images, args.guidance, args.grid, args.seed)
+    summary = measure(args.folder, args.images, args.guidance, args.grid, args.seed, args.temperature)
     (args.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))
 

@@ -5,12 +5,14 @@ from itertools import count
 
 import numpy as np
 
-from ssd_train.prompts import Prompt
+from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.tiny.scenes import CATEGORIES, Scene, render, sample_scene
+
+TURNS = [Split.TRAIN, Split.VALIDATION, Split.TEST] + [Split.TRAIN] * 7  # every split is there early
 
 
 class GrammarPrompts:
-    """Categories in turn, everything else drawn from ``seed`` and the prompt's index."""
+    """Categories in turn within each split, everything else drawn from ``seed`` and the prompt's index."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -20,7 +22,9 @@ class GrammarPrompts:
 
     def scene(self, index: int) -> tuple[Scene, np.random.Generator]:
         rng = np.random.default_rng([self.seed, index])
-        return sample_scene(rng, CATEGORIES[index % len(CATEGORIES)]), rng
+        split = TURNS[index // len(CATEGORIES) % len(TURNS)]
+        category = CATEGORIES[index % len(CATEGORIES)]
+        return sample_scene(rng, category, lambda caption: split_of(caption) is split), rng
 
     def __iter__(self) -> Iterator[Prompt]:
         for index in count():

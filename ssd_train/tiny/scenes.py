@@ -7,6 +7,7 @@ back into a `Requirement`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,15 +171,19 @@ def _sample_background(rng: np.random.Generator) -> Background:
     )
 
 
-def sample_scene(rng: np.random.Generator, category: str | None = None) -> Scene:
-    """A scene of `category` (uniformly random when None)."""
+def sample_scene(
+    rng: np.random.Generator, category: str | None = None, wanted: Callable[[str], bool] = lambda caption: True
+) -> Scene:
+    """A scene of `category` (uniformly random when None) with a wanted caption."""
     category = category or CATEGORIES[rng.integers(len(CATEGORIES))]
     requirement = _sample_requirement(rng, category)
-    wanted = [item for item in requirement.items for _ in range(item.count)]
+    while not wanted(requirement.text()):
+        requirement = _sample_requirement(rng, category)
+    items = [item for item in requirement.items for _ in range(item.count)]
     # Colours the caption leaves open still differ between objects.
     spare = iter(rng.permutation([c for c in COLOURS if c not in {i.colour for i in requirement.items}]))
     objects = []
-    for item, (x, y, r) in zip(wanted, _place(rng, len(wanted), requirement.relation), strict=True):
+    for item, (x, y, r) in zip(items, _place(rng, len(items), requirement.relation), strict=True):
         colour = item.colour or str(next(spare))
         rgb = tuple(np.clip(np.array(COLOURS[colour]) + rng.uniform(-10, 10, 3), 0, 255))
         objects.append(Object(item.shape, colour, float(x), float(y), float(r), rgb))

@@ -208,13 +208,13 @@ def prompts(n: int, seed: int) -> list[str]:
 
 def sample_and_score(
     model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, n: int, guidance: float,
-    seed: int,
+    seed: int, temperature: float = 1.0,
 ) -> tuple[np.ndarray, list[str], dict[str, float]]:  # fmt: skip
     """n images uint8 [n,64,64,3], their captions, and the checker's score by category."""
     captions = prompts(n, seed)
     images = []
     for i in range(0, n, 96):
-        tokens = sample(model, tokenizer, captions[i : i + 96], guidance, seed + i)
+        tokens = sample(model, tokenizer, captions[i : i + 96], guidance, seed + i, temperature)
         images.append(decode(model.model.vqmodel, tokens))
     images = np.concatenate(images)
     return images, captions, {k: round(v, 4) for k, v in score(images, captions).items()}

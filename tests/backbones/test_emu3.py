@@ -165,9 +165,12 @@ def test_loading_in_another_dtype_and_attention(checkpoint):
     assert loaded.decoder.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_a_wrong_setting_is_refused_before_loading():
-    with pytest.raises(ValueError, match="no ratio '1:9'"):
-        Emu3.load("nobody/none", ratio="1:9")
+@pytest.mark.parametrize("setting, message", [
+    ({"ratio": "1:9"}, "no ratio '1:9'"), ({"dtype": "bf16"}, "dtype is 'bf16'"), ({"attention": "flex"}, "is 'flex'"),
+])  # fmt: skip
+def test_a_wrong_setting_is_refused_before_loading(setting, message):
+    with pytest.raises(ValueError, match=message):
+        Emu3.load("nobody/none", **setting)
 
 
 def edit(checkpoint, change):

@@ -54,12 +54,23 @@ def test_the_prompt_is_the_published_one():
     assert prompts.attend.tolist() == [[[True] * 14, [False] * 2 + [True] * 12]] * 2
 
 
-@pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id", "generation_kwargs"])
-def test_a_generation_config_that_lacks_a_token_is_refused(key):
-    generation = micro.generation_config()
-    setattr(generation, key, None)
-    with pytest.raises(ValueError, match=r"names no (bos|pad|begin-of-image) token id"):
-        Janus(micro.janus_model(), tokenizer(), generation)
+@pytest.mark.parametrize("key, name", [
+    ("bos_token_id", "bos"), ("pad_token_id", "pad"), ("generation_kwargs", "begin-of-image"),
+])  # fmt: skip
+def test_a_generation_config_that_lacks_a_token_is_refused(key, name, checkpoint):
+    file = checkpoint / "generation_config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != key}))
+    with pytest.raises(ValueError, match=f"names no {name} token id"):
+        Janus.load(str(checkpoint))
+
+
+def test_the_begin_of_image_id_of_earlier_checkpoints_is_found(checkpoint):
+    """Their generation_config.json has it among the others."""
+    file = checkpoint / "generation_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | settings.pop("generation_kwargs")))
+    assert "generation_kwargs" not in json.loads(file.read_text())
+    assert Janus.load(str(checkpoint)).begin_of_image == micro.BEGIN_OF_IMAGE
 
 
 # -- decoding -----------------------------------------------------------------------------------------------------
@@ -110,6 +121,20 @@ def test_a_checkpoint_loads_exactly(checkpoint):
     assert loaded.readout_error(prompts, tokens, hidden) < 1e-12
     assert loaded.fingerprint == backbone.fingerprint
     assert (loaded.grid.height, loaded.grid.width) == (3, 3)
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"grid": [3, 4]}, r"janus has no grid \[3, 4\] \(height, width\); expected \[3, 3\]"),
+    ({"dtype": "bf16"}, "model.backbone.dtype is 'bf16'; expected one of bfloat16, float16, float32, float64"),
+    ({"attention": "flex_attention"}, "model.backbone.attention is 'flex_attention'; expected one of sdpa, eager"),
+])  # fmt: skip
+def test_a_wrong_setting_is_refused_before_the_weights_are_read(settings, message, checkpoint):
+    for shard in checkpoint.glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(ValueError, match=message):
+        Janus.load(str(checkpoint), **settings)
+    with pytest.raises(OSError, match="safetensors"):
+        Janus.load(str(checkpoint), grid=[3, 3])
 
 
 def test_loading_in_another_dtype_and_attention(checkpoint):

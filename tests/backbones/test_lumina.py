@@ -205,9 +205,13 @@ def test_a_checkpoint_with_a_vq_encoder_keeps_it(tmp_path):
     assert torch.equal(loaded.ids[codes].flatten(1), made.get_image_tokens(pixels).long())
 
 
-def test_a_wrong_setting_is_refused_before_loading():
-    with pytest.raises(ValueError, match="has no size 700x700"):
-        Lumina.load("nobody/none", size=[700, 700])
+@pytest.mark.parametrize("setting, message", [
+    ({"size": [700, 700]}, "no size 700x700"), ({"dtype": "bf16"}, "dtype is 'bf16'"),
+    ({"attention": "flex"}, "is 'flex'"),
+])  # fmt: skip
+def test_a_wrong_setting_is_refused_before_loading(setting, message):
+    with pytest.raises(ValueError, match=message):
+        Lumina.load("nobody/none", **setting)
 
 
 def test_without_network_a_hub_id_is_an_error(monkeypatch):

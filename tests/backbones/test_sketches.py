@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ssd_train import config
-from ssd_train.backbones.sketches import byte_tokenizer, chameleon_names, emu3_names, sketch
+from ssd_train.backbones.sketches import UnknownSize, byte_tokenizer, chameleon_names, emu3_names, sketch
 
 MODELS = config.conf_dir() / "model"
 
@@ -68,12 +68,19 @@ def test_a_local_checkpoint_s_own_architecture_counts(tmp_path):
     assert made.ids.tolist() == micro_lumina.lumina().ids.tolist()
 
 
+def test_the_working_directory_is_no_checkpoint(tmp_path, monkeypatch):
+    """Where a model names none."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert small().width == 32
+
+
 def test_of_nothing_known_there_is_no_sketch():
     model = node("emu3")
     del model.architecture
-    with pytest.raises(ValueError, match=r"the size of emu3 is not known .*it has no model.architecture"):
+    with pytest.raises(UnknownSize, match=r"the size of emu3 is not known .*it has no model.architecture"):
         sketch(model)
-    with pytest.raises(ValueError, match=r"ssd_train.backbones.base has no sketch"):
+    with pytest.raises(UnknownSize, match=r"ssd_train.backbones.base has no sketch"):
         sketch(node("emu3", _target_="ssd_train.backbones.base.fingerprint"))
 
 

@@ -1,7 +1,10 @@
-"""Drafts from trained heads: SSD's (arXiv 2606.20543), and EAGLE's chain of one of them (arXiv 2401.15077)."""
+"""Drafts from trained heads: SSD's (arXiv 2606.20543), EAGLE's chain of one of them (arXiv 2401.15077), and rows that
+recurrent ones draft from left to right."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,21 +16,29 @@ from ssd_train.heads import Direction, Heads
 class HeadDrafter(Drafter):
     """The head of a draft's (rows, columns) offset from its source: one of the two must be 0.
 
-    The predictions of both CFG streams are combined exactly as the backbone's logits are. With ``chain`` a predicted
-    state stands for the draft's own until the backbone gives that, and the next draft may have it as its source: one
-    head, run autoregressively on its own predictions.
+    The predictions of both CFG streams are combined exactly as the backbone's logits are. With ``chain``, horizontal
+    drafts come from their left neighbour whatever their source is, by the +1 head, and the predicted state stands for
+    the draft's own until the backbone gives that: one head, run autoregressively on its own predictions.
+
+    Recurrent heads go along the row, each draft from the memory of those before it. That is kept for the last draft of
+    a sample; for one that is not to its right, the head runs over the row up to there first.
     """
 
     def __init__(self, chain: bool = False):
         self.chain = self.sequential = chain
         self.heads: Heads | None = None
+        # By decoding: the memory after a sample's last draft, [2, B, d/2], and that draft's position, [B].
+        self._memories: WeakKeyDictionary = WeakKeyDictionary()
 
     def bind(self, backbone, heads: Heads | None) -> "HeadDrafter":
         if heads is None:
             raise ValueError("this decoder drafts with heads, but there are none: train and export some first")
         if self.chain and heads.spec.space != "latent":
             raise ValueError("a chain feeds predicted states back; token-space heads predict none")
+        if self.chain and not heads.spec.k_horizontal:
+            raise ValueError("a chain is made of the horizontal +1 head, but there is none: train with k_horizontal=1")
         self.heads = heads.to(device=backbone.device, dtype=backbone.dtype)
+        self.sequential = self.chain or heads.spec.recurrent
         return self
 
     def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
@@ -40,22 +51,49 @@ class HeadDrafter(Drafter):
             shape = 2, len(offset), state.backbone.vocabulary
             logits = torch.empty(shape, dtype=state.q.dtype, device=state.device)
             for pair, members in groups.items():
-                chosen = torch.tensor(members, device=state.device)
-                logits[:, chosen] = self._logits(state, items, source, pair, chosen)
+                logits[:, members] = self._logits(state, items, source, pair, members)
         return guided_probabilities(logits, state.sampling)
 
-    def _logits(self, state, items, source, offset: tuple[int, int], chosen: Tensor | slice) -> Tensor:
+    def _logits(self, state, items, source, offset: tuple[int, int], chosen: list[int] | slice) -> Tensor:
         """Draft logits [2, n, V] of the n chosen items, which are all at one offset."""
         rows, columns = offset
         if (rows == 0) == (columns == 0) or rows < 0 or columns < 0:
             raise ValueError(f"no head drafts {rows} rows down and {columns} columns right; one of them must be 0")
         direction = Direction.VERTICAL if rows else Direction.HORIZONTAL
-        z = self._inputs(state, source.sample[chosen], source.position[chosen], self.heads.context(direction))
-        if not self.chain:
-            return self.heads.logits(direction, rows or columns, z, state.backbone.readout)
-        predicted = self.heads(direction, rows or columns, z) * self.heads.spec.state_scale
-        state.hidden[:, items.sample[chosen], items.position[chosen]] = predicted
-        return state.backbone.readout(predicted)
+        distance, position = rows or columns, source.position[chosen]
+        chained = self.chain and direction is Direction.HORIZONTAL
+        if chained:
+            distance, position = 1, items.position[chosen] - 1
+        if self.heads.recurrent(direction):
+            predicted = self._along_row(state, items.host_sample[chosen], items.host_position[chosen], rows)
+        else:
+            z = self._inputs(state, source.sample[chosen], position, self.heads.context(direction))
+            predicted = self.heads(direction, distance, z)
+        if chained:
+            at = items.sample[chosen], items.position[chosen]
+            state.hidden[:, *at] = predicted * self.heads.spec.state_scale
+        return self.heads.logits(direction, distance, predicted, state.backbone.readout)
+
+    def _along_row(self, state, sample: np.ndarray, position: np.ndarray, rows: int) -> Tensor:
+        """Predictions [2, n, d] of the recurrent head for drafts at these positions [n], one a sample at most."""
+        width = state.grid.width
+        if state not in self._memories:
+            memory = state.hidden.new_zeros(2, state.batch, state.backbone.width // 2)
+            self._memories[state] = memory, np.full(state.batch, -1)
+        memory, last = self._memories[state]
+        behind = np.where(last[sample] == position - 1, 0, position % width)
+        for lag in range(behind.max(), -1, -1):
+            host = np.stack([sample, position - lag])[:, behind >= lag]
+            b, p = torch.from_numpy(host).to(state.device)
+            first = (p % width == 0)[:, None]
+            left = state.backbone.embed(state.tokens[b, p - 1].masked_fill(first[:, 0], 0)).masked_fill(first, 0)
+            z = self._inputs(state, b, p - rows * width, self.heads.spec.context)
+            predicted, after = self.heads.step(
+                rows, z.flatten(0, 1), left.repeat(2, 1), memory[:, b].masked_fill(first, 0).flatten(0, 1)
+            )
+            memory[:, b] = after.view(2, len(b), -1)
+        last[sample] = position
+        return predicted.view(2, len(sample), -1)
 
     def _inputs(self, state, sample: Tensor, position: Tensor, context: int) -> Tensor:
         """z [2, n, 2dc] of sources [n] and their neighbours in the row, zeros beyond its ends."""

@@ -1,0 +1,165 @@
+"""What a run's logger gets beside the metrics of training: who it is, throughput, decoding figures, pictures and heads.
+
+Every logger gets what it can hold; files keep the rest. W&B needs neither an account nor a network as configured:
+``wandb sync`` sends what was logged, whenever. No key is read or written here.
+"""
+
+import logging
+import secrets
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+from hydra.utils import get_class, instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import OmegaConf
+from PIL import Image
+
+from ssd_train.datamodule import Batch
+from ssd_train.export import read_config
+from ssd_train.report import table_markdown
+
+if TYPE_CHECKING:
+    from ssd_train.run import Run
+
+log = logging.getLogger(__name__)
+
+FIGURES = "passes", "step_speedup", "wall_speedup", "draft_fraction", "nll", "nll_distance", "code_entropy"
+
+
+class Throughput(Callback):
+    """Logs, over the last ``log_every_n_steps`` batches, ``train/samples_per_second`` of all processes, and
+    ``train/loader_wait``, the share of the time that the first process waited for its data loader.
+
+    Steps end on the clock because the training step looks at its loss. Batches after which a validation or a checkpoint
+    took the time are left out.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.batches: deque[tuple[int, float, float]] = deque(maxlen=trainer.log_every_n_steps)  # samples, wait, all
+        self.asked = self.given = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int) -> None:
+        self.given = perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch,
+                           batch_idx: int) -> None:  # fmt: skip
+        now = perf_counter()
+        if self.asked is not None:
+            self.batches.append((len(batch["index"]) * trainer.world_size, self.given - self.asked, now - self.asked))
+            samples, wait, everything = map(sum, zip(*self.batches, strict=True))
+            self.log_dict({"train/samples_per_second": samples / everything, "train/loader_wait": wait / everything})
+        self.asked = now
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.asked = None
+
+    on_save_checkpoint = on_validation_start
+
+
+def make_logger(run: "Run") -> Logger | None:
+    """The configured logger, told the whole configuration and the state of the code."""
+    if not run.cfg.logger:
+        return None
+    is_wandb = get_class(run.cfg.logger._target_) is WandbLogger
+    logger = instantiate(run.cfg.logger, **(_wandb_identity(run) if is_wandb else {}))
+    logger.log_hyperparams(OmegaConf.to_container(run.cfg, resolve=True, enum_to_str=True) | {"git": git_state()})
+    return logger
+
+
+def _wandb_identity(run: "Run") -> dict[str, str]:
+    """What the configuration does not say itself. A training that is resumed has the id it had; another one in the
+    same folder, or in a folder that was emptied, is another run. The runs of a sweep are a group."""
+    identity = {"name": run.output.name}
+    if (run.output / "job.json").exists():
+        identity["group"] = run.output.parent.name
+    if run.world.rank == 0:
+        ids = run.read_json("wandb.json") or {}
+        if run.train_fingerprint not in ids:
+            ids[run.train_fingerprint] = secrets.token_hex(4)
+            run.write_json("wandb.json", ids)
+        identity["id"] = ids[run.train_fingerprint]
+    return {key: value for key, value in identity.items() if run.cfg.logger.get(key) is None}
+
+
+def git_state() -> dict[str, Any] | None:
+    """{"commit", "dirty"} of the checkout that this code is part of; None where it is in none, as in a wheel."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@rank_zero_only
+def log_report(logger: Logger | None, contents: dict, directory: Path, step: int) -> None:
+    """A comparison of decoders: the figures of report.json by decoder, their table, and the PNGs in the directory."""
+    if logger is None:
+        return
+    figures = {
+        f"decode/{name}/{key}": entry[key]
+        for name, entry in contents["decoders"].items()
+        for key in FIGURES
+        if entry.get(key) is not None
+    }
+    scores = {name: entry["scene_score"] for name, entry in contents["decoders"].items() if entry["scene_score"]}
+    logger.log_metrics(figures | {f"decode/{name}/scene_score": score["value"] for name, score in scores.items()}, step)
+    table = table_markdown(contents)
+    if hasattr(logger, "log_table"):
+        columns, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines())
+        logger.log_table("decode/report", columns, rows, step=step)
+    elif hasattr(logger.experiment, "add_text"):
+        logger.experiment.add_text("decode/report", table, step)
+    log_images(logger, {f"decode/{path.stem}": path for path in sorted(directory.glob("[!.]*.png"))}, step)
+    logger.save()
+
+
+@rank_zero_only
+def log_images(logger: Logger | None, images: dict[str, Path], step: int) -> None:
+    """PNGs by name, where the logger shows pictures."""
+    for name, path in images.items():
+        if hasattr(logger, "log_image"):
+            logger.log_image(name, [str(path)], step)
+        elif hasattr(logger, "experiment") and hasattr(logger.experiment, "add_image"):
+            logger.experiment.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+
+
+@rank_zero_only
+def log_heads(logger: Logger | None, directory: Path, cache_dir: Path | str) -> None:
+    """To W&B: an export as an artifact, made from the cache whose manifest another artifact refers to. Offline W&B
+    knows no inputs of a run, so there the manifest is logged as one more output."""
+    if not isinstance(logger, WandbLogger):
+        return
+    import wandb
+
+    where = cache_dir if isinstance(cache_dir, str) else cache_dir.resolve().as_uri()
+    cache = wandb.Artifact(f"cache-{Path(cache_dir).name}", "cache", metadata={"directory": str(cache_dir)})
+    cache.add_reference(f"{where}/manifest.json")
+    metadata = read_config(directory)
+    heads = wandb.Artifact(f"heads-{metadata['backbone']}", "model", metadata=metadata)
+    heads.add_dir(str(directory))
+    (logger.experiment.log_artifact if logger.experiment.offline else logger.experiment.use_artifact)(cache)
+    logger.experiment.log_artifact(heads)
+
+
+def finish(failed: bool) -> None:
+    """Ends the W&B run, if there is one, so that the next job of a sweep gets its own; says how to send it."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None:
+        return
+    offline, parts = wandb.run.offline, Path(wandb.run.dir).parents[1] / f"offline-run-*-{wandb.run.id}"
+    wandb.finish(exit_code=int(failed))
+    if offline:
+        log.info("to send this run to W&B: wandb sync %s", parts)
