@@ -29,7 +29,8 @@ def main(cfg: config.Config) -> float | None:
     from ssd_train.tracking import finish
     from ssd_train.world import World
 
-    for pattern in "does not have many workers", "exists and is not empty", "LeafSpec", "Cannot dispatch to fused":
+    noise = "does not have many", "exists and is not empty", "LeafSpec", "Cannot dispatch to fused", "The `srun`"
+    for pattern in noise:
         warnings.filterwarnings("ignore", message=f".*{pattern}")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN

@@ -43,7 +43,8 @@ class Space(Enum):
 
 @dataclass
 class CacheConfig:
-    dir: str | None = None  # default: runs/cache/<model>-<fingerprint of model and cache settings>
+    # A directory, or a URL to read a finished one from; default: runs/cache/<model>-<fingerprint of its settings>
+    dir: str | None = None
     source: CacheSource = CacheSource.generated
     samples: int = 512
     shard_size: int = 64
@@ -102,7 +103,7 @@ class TrainConfig:
 
 @dataclass
 class DecodeConfig:
-    heads: str | None = None  # default: this run's export
+    heads: str | None = None  # a directory, or owner/name[@revision] on the hub; default: this run's export
     prompts: int = 128  # fidelity
     batch_size: int = 32
     timed_images: int = 5  # wall-clock, at batch 1, after one warm-up

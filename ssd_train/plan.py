@@ -222,9 +222,12 @@ def guides(loss: dict[str, float]) -> bool:
     return bool(loss["kl"] or loss["total_variation"])
 
 
-def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str) -> int:
-    """What a training step keeps beside the batch: the chosen streams; one head's graph at a time, with the largest
-    step of its backward pass, or in mixed precision the heads' 16-bit copies if these are larger.
+def activations(
+    s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str, unroll: int = 1
+) -> int:
+    """What a training step keeps beside the batch: the chosen streams, and the states that an unrolled head goes on
+    from; one head's graph at a time, with the largest step of its backward pass, or in mixed precision the heads'
+    16-bit copies if these are larger.
 
     At each position that has a target, a head keeps z (2d, times its context), z's projection and norm, four hidden
     tensors (m), and three d around the loss; a recurrent one also 5d of its cell. KL and total variation need both
@@ -247,7 +250,7 @@ def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], p
         around = 3 + 2 * guided + 5 * (spec.recurrent and vertical)
         kept = max(kept, rows * columns * (streams * ((z + 4 * m) * narrow + around * d * 4) + logits))
         at_once = max(at_once, rows * columns * step)
-    chosen = 0 if guided else s.grid.size * d * 4
+    chosen = (unroll - 1 + (not guided)) * streams * s.grid.size * d * 4
     copies = 2 * sum(head_parameters(spec).values()) if narrow == 2 else 0  # gone before the backward pass
     return images * (chosen + kept) + max(images * at_once, copies)
 
@@ -266,7 +269,7 @@ def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: boo
     if cfg.head.ema is not None:
         optimiser += 4 * parameters // (world if sharded else 1)
     batch = 2 * images * s.grid.size * s.width * 4
-    kept = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision)
+    kept = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision, cfg.head.unroll)
     return s.weights + 4 * s.output + optimiser + batch + kept
 
 
@@ -302,7 +305,7 @@ def passes(schedule: Schedule, grid: Grid) -> list[tuple[int, int]]:
     for step in schedule.script(grid):
         if step.feed:
             index, _, _ = grid.feed_plan(step.feed)
-            made.append((len(index), PROMPT + index[-1] + 1))
+            made.append((len(index), PROMPT + max(index) + 1))
     return made
 
 
@@ -314,7 +317,8 @@ def image_seconds(s: Sizes, card: Card, images: int, made: list[tuple[int, int]]
 def training_flops(cfg: Config, s: Sizes) -> int:
     """A sample's: a head's every weight takes two FLOP a position forward, two when that is made again in the backward
     pass, and four backward, but those that read z two. KL and total variation take both streams, and the readout of the
-    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen)."""
+    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen). The horizontal +1
+    head does all that at each unrolled step."""
     spec = head_spec(cfg, s)
     guided = spec.space == Space.latent.name and guides(dict(cfg.head.loss))
     by_head, total = head_parameters(spec), 0
@@ -322,7 +326,8 @@ def training_flops(cfg: Config, s: Sizes) -> int:
         rows, columns = source_rectangle(s.grid, direction, offset)
         z = 2 * s.width * (spec.context if direction is Direction.VERTICAL else 1)
         a_position = 8 * by_head[name(direction, offset)] - 2 * z * s.width + 10 * s.readout * guided
-        total += rows * columns * a_position * (1 + guided)
+        unrolled = cfg.head.unroll if (direction, offset) == (Direction.HORIZONTAL, 1) else 1
+        total += rows * columns * a_position * (1 + guided) * unrolled
     return total
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIGURES = "passes", "step_speedup", "wall_speedup", "draft_fraction", "nll", "nll_distance", "code_entropy"
+FIGURES = "passes", "step_speedup", "wall_speedup", "draft_fraction", "nll", "nll_distance", "scene_score"
 
 
 class Throughput(Callback):
@@ -62,6 +62,12 @@ class Throughput(Callback):
         self.asked = None
 
     on_save_checkpoint = on_validation_start
+
+
+def check(run: "Run") -> None:
+    """Raises InstantiationException for a logger that is not there."""
+    if run.cfg.logger:
+        instantiate(run.cfg.logger)
 
 
 def make_logger(run: "Run") -> Logger | None:
@@ -105,24 +111,22 @@ def git_state() -> dict[str, Any] | None:
 
 @rank_zero_only
 def log_report(logger: Logger | None, contents: dict, directory: Path, step: int) -> None:
-    """A comparison of decoders: the figures of report.json by decoder, their table, and the PNGs in the directory."""
+    """A comparison of decoders: the figures of report.json by decoder, their table, and the PNGs in the directory, all
+    under the directory's name."""
     if logger is None:
         return
-    figures = {
-        f"decode/{name}/{key}": entry[key]
-        for name, entry in contents["decoders"].items()
-        for key in FIGURES
-        if entry.get(key) is not None
-    }
-    scores = {name: entry["scene_score"] for name, entry in contents["decoders"].items() if entry["scene_score"]}
-    logger.log_metrics(figures | {f"decode/{name}/scene_score": score["value"] for name, score in scores.items()}, step)
+    figures = {}
+    for name, entry in contents["decoders"].items():
+        scored = entry | {"scene_score": (entry["scene_score"] or {}).get("value")}
+        figures |= {f"{directory.name}/{name}/{key}": scored.get(key) for key in FIGURES}
+    logger.log_metrics({key: value for key, value in figures.items() if value is not None}, step)
     table = table_markdown(contents)
     if hasattr(logger, "log_table"):
         columns, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines())
-        logger.log_table("decode/report", columns, rows, step=step)
+        logger.log_table(f"{directory.name}/report", columns, rows, step=step)
     elif hasattr(logger.experiment, "add_text"):
-        logger.experiment.add_text("decode/report", table, step)
-    log_images(logger, {f"decode/{path.stem}": path for path in sorted(directory.glob("[!.]*.png"))}, step)
+        logger.experiment.add_text(f"{directory.name}/report", table, step)
+    log_images(logger, {f"{directory.name}/{path.stem}": path for path in sorted(directory.glob("[!.]*.png"))}, step)
     logger.save()
 
 
@@ -146,7 +150,7 @@ def log_heads(logger: Logger | None, directory: Path, cache_dir: Path | str) -> 
 
     where = cache_dir if isinstance(cache_dir, str) else cache_dir.resolve().as_uri()
     cache = wandb.Artifact(f"cache-{Path(cache_dir).name}", "cache", metadata={"directory": str(cache_dir)})
-    cache.add_reference(f"{where}/manifest.json")
+    cache.add_reference(f"{where}/manifest.json", checksum=isinstance(cache_dir, Path))
     metadata = read_config(directory)
     heads = wandb.Artifact(f"heads-{metadata['backbone']}", "model", metadata=metadata)
     heads.add_dir(str(directory))

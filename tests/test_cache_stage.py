@@ -359,7 +359,6 @@ def test_more_samples_extend_a_cache_and_fewer_leave_it(cached, make_run, tmp_pa
         ("model.sampling.top_k=5", "sampling: cache {.*'top_k': 0.*this run {.*'top_k': 5"),
         ("seed=1", "seed: cache 0, this run 1"),
         ("model.backbone.dtype=float32", "backbone_dtype: cache 'torch.float64', this run 'torch.float32'"),
-        ("+model.backbone.grid=[2,4]", r"grid: cache \[4, 4\], this run \[2, 4\]"),
     ],
 )
 def test_a_cache_made_with_something_else_is_refused_by_name(copied, make_run, override, line):

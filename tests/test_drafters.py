@@ -1,5 +1,6 @@
 """Drafters that go step by step: what they see while decoding, and what they draft it as."""
 
+import json
 from functools import partial
 
 import micro
@@ -287,3 +288,21 @@ def test_a_draft_model_reads_the_prompt_in_ids_of_its_own(monkeypatch):
     decoder = Decoder(Prefix(3, "left"), DraftModel(lambda name, device: draft), Strict()).bind(target)
     with pytest.raises(ValueError, match=r"the draft model's tokenizer lacks what the prompts' ids \[0, 1\] stand for"):
         decoder(target, prompts, [1, 2], SAMPLING)
+
+
+def test_a_draft_model_is_named_in_the_decoders_yaml(make_run, checkpoint, tmp_path):
+    """Through the decode stage, with a variation; here the backbone's own checkpoint drafts, and is always right."""
+    from ssd_train.stages import decode
+
+    draft = "decoder.spec_model.drafter.backbone"
+    run = make_run(
+        tmp_path, "stages=[decode]", "decoder=[ar,spec_model]", f"{draft}.checkpoint={checkpoint}",
+        f"{draft}.dtype=float64", "decode.prompts=2", "decode.vary=['spec_model.schedule.length=7']",
+    )  # fmt: skip
+    decode.check(run)
+    decode.run(run)
+    report = json.loads((run.output / "decode/report.json").read_text())["decoders"]
+    assert {name: entry["passes"] for name, entry in report.items()} == {
+        "ar": 16, "spec_model": 1 + 4, "spec_model length=7": 1 + 2
+    }  # fmt: skip
+    assert all(entry["exact"] for entry in report.values())

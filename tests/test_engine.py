@@ -198,8 +198,8 @@ def test_wide_heads_see_in_decoding_what_they_saw_in_training(backbone):
     seen = {}
 
     class Spy(HeadDrafter):
-        def _inputs(self, state, sample, position, context):
-            z = super()._inputs(state, sample, position, context)
+        def _inputs(self, state, tokens, sample, position, context):
+            z = super()._inputs(state, tokens, sample, position, context)
             if context > 1:
                 seen.update(zip(position.tolist(), z.unbind(1), strict=True))
             return z

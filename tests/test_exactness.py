@@ -95,6 +95,11 @@ def total_variation(observed, exact):
     return 0.5 * float((observed / observed.sum() - exact).abs().sum())
 
 
+def head_window():
+    """More than a row long, so that drafts enter below ones that still change."""
+    return JacobiWindow(length=5, coupled=True, source="above", reach=2)
+
+
 EXACT = {
     "ar": lambda: Decoder(Autoregressive()),
     "ssd, as many rounds as positions": lambda: Decoder(
@@ -114,6 +119,15 @@ EXACT = {
     "sjd": lambda: Decoder(JacobiWindow(length=4), Random(), Strict()),
     "sjd, copied drafts": lambda: Decoder(JacobiWindow(length=4, source="above"), Copy(), Strict()),
     "sjd, coupled": lambda: Decoder(JacobiWindow(length=4, coupled=True), Random(), Strict()),
+    "ssd, coupled window": lambda: Decoder(head_window(), HeadDrafter(), Strict()),
+    "ssd, coupled window, revised drafts": lambda: Decoder(head_window(), HeadDrafter(revise=True), Strict()),
+    "ssd, until settled, revised drafts": lambda: Decoder(
+        Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(revise=True), Strict()
+    ),
+    "ar, common noise": lambda: Decoder(Autoregressive(), common_noise=True),
+    "ssd, coupled window, revised drafts, common noise": lambda: Decoder(
+        head_window(), HeadDrafter(revise=True), common_noise=True
+    ),
 }
 
 
@@ -135,6 +149,9 @@ LOSSY = {
     "ssd, first row one round short": lambda: Decoder(
         Rows(rounds=2, first_row_rounds=1, chunk=2), HeadDrafter(), Strict()
     ),
+    "ssd, r = 1, common noise": lambda: Decoder(Rows(rounds=1), HeadDrafter(), common_noise=True),
+    "ssd, r = 1, revised drafts": lambda: Decoder(Rows(rounds=1), HeadDrafter(revise=True), Strict()),
+    "ssd, coupled window, csd": lambda: Decoder(head_window(), HeadDrafter(revise=True), EntropyRelaxed(0.5, 0.3)),
     "ssd merged": lambda: Decoder(Wave(rounds=1), HeadDrafter(), Strict()),
     "mtp, lossy": lambda: Decoder(Chunks(length=2, rounds=1), HeadDrafter(), Strict()),
     "addition": lambda: Decoder(JacobiWindow(length=4), Random(), Addition(0.3)),

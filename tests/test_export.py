@@ -15,6 +15,7 @@ from hub import TOKEN, local_hub
 from ssd_train import export as module
 from ssd_train.export import HeadsError, load_heads, push_heads, read_config, save_heads, write_card
 from ssd_train.heads import Direction, Heads, HeadSpec
+from ssd_train.prompts import Split, split_of
 from ssd_train.stages import decode, train
 from ssd_train.stages import export as stage
 
@@ -307,7 +308,8 @@ def test_the_stage_exports_the_trained_weights(run):
     moved = heads(Direction.VERTICAL, 1, torch.ones(32)) - torch.ones(16)
     assert moved.abs().max() > 1e-3, "untrained heads are the identity"
     training = read_config(run.heads_dir)["training"]
-    assert training["samples"] == 56
+    prompts = run.prompts([Split.TRAIN, Split.VALIDATION], 60)
+    assert training["samples"] == sum(split_of(prompt.text) is Split.TRAIN for prompt in prompts)
     assert training["validation"] == run.read_json("training.json")["validation"]
 
 

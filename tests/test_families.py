@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[1]
 
 def command(directory, *overrides):
     """``python -m ssd_train`` in a directory of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hub")}
     return subprocess.run(
         [sys.executable, "-m", "ssd_train", *overrides, "device=cpu", "threads=1"],
         cwd=directory, env=environment, capture_output=True, text=True, timeout=300,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import wandb
-from lightning.pytorch.loggers import CSVLogger, Logger
+from hydra.errors import InstantiationException
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -151,6 +152,25 @@ def test_no_key_is_written(tracked):
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
+def test_a_cache_elsewhere_is_referred_to_and_not_read(tmp_path, monkeypatch):
+    """Where shards are streamed from an address, its manifest's stands in the artifact as it is."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.setattr(tracking, "read_config", lambda _: {"backbone": "micro"})
+    logged = []
+    logger = WandbLogger(offline=True)
+    logger._experiment = SimpleNamespace(offline=False, use_artifact=logged.append, log_artifact=logged.append)
+    tracking.log_heads(logger, tmp_path, "https://nowhere.invalid/caches/micro-1")
+    (reference,) = logged[0].manifest.entries.values()
+    assert reference.ref == "https://nowhere.invalid/caches/micro-1/manifest.json"
+    assert [artifact.type for artifact in logged] == ["cache", "model"]
+
+
+def test_a_logger_that_is_not_there_is_refused_before_anything_is_done(make_run, tmp_path):
+    for stage in train, decode:
+        with pytest.raises(InstantiationException, match=r"ssd_train\.nowhere"):
+            stage.check(make_run(tmp_path, "logger._target_=ssd_train.nowhere"))
+
+
 def test_csv_gets_what_it_can_hold(make_run, cached, tmp_path):
     """The figures of training and decoding, the configuration and the state of the code; and nothing crashes."""
     settings = f"cache.dir={cached}/cache", f"output={tmp_path}", "train.epochs=1", "decoder=[ar,ssd]", "logger=csv"
@@ -199,21 +219,23 @@ class Board(Logger):
 
 
 def test_tensorboard_gets_pictures_and_the_table(tmp_path):
+    directory = tmp_path / "benchmark"
+    directory.mkdir()
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    Image.fromarray(pixels).save(tmp_path / "images.png")
-    (tmp_path / ".images.png").write_bytes(b"half written")
+    Image.fromarray(pixels).save(directory / "images.png")
+    (directory / ".images.png").write_bytes(b"half written")
     score = {"value": 0.5, "low": 0.4, "high": 0.6}
     entry = {
         **{"exact": True, "passes": 256.0, "draft_fraction": 0.0, "nll": 2.5, "scene_score": score},
         **{"step_speedup": None, "wall_speedup": None, "acceptance": {"by_round": {}}},
     }
     board = Board()
-    tracking.log_report(board, {"grid": [16, 16], "decoders": {"ar": entry}}, tmp_path, 7)
-    assert board.metrics == {"decode/ar/passes": 256.0, "decode/ar/draft_fraction": 0.0, "decode/ar/nll": 2.5,
-                             "decode/ar/scene_score": 0.5}  # fmt: skip
-    image, *rest = board.images["decode/images"]
+    tracking.log_report(board, {"grid": [16, 16], "decoders": {"ar": entry}}, directory, 7)
+    figures = {"passes": 256.0, "draft_fraction": 0.0, "nll": 2.5, "scene_score": 0.5}
+    assert board.metrics == {f"benchmark/ar/{name}": value for name, value in figures.items()}
+    image, *rest = board.images["benchmark/images"]
     assert (image.tolist(), rest, len(board.images)) == (pixels.tolist(), [7, "HWC"], 1)
-    text, step = board.texts["decode/report"]
+    text, step = board.texts["benchmark/report"]
     assert "| ar | yes | 256.0 |" in text
     assert step == 7
 

@@ -25,7 +25,8 @@ from ssd_train.decoding.parts import (
     Trace,
     judges_neighbours,
 )
-from ssd_train.distributions import Sampling, Verdict, accept_and_redraw, guided_probabilities, sample
+from ssd_train.decoding.rules.strict import Strict
+from ssd_train.distributions import Sampling, Verdict, accept_and_redraw, guided_probabilities, race, sample
 from ssd_train.draws import Purpose, uniform
 from ssd_train.kv_cache import Slots
 
@@ -50,17 +51,34 @@ class Decoded:
 
 
 class Decoder:
-    """A drafter, a rule and a schedule, bound to a backbone."""
+    """A drafter, a rule and a schedule, bound to a backbone.
 
-    def __init__(self, schedule: Schedule, drafter: Drafter | None = None, rule: Rule | None = None):
+    With ``common_noise`` each position has one vector of random numbers, the same in every round: drafts and re-draws
+    are the winners of the same race, run with q and with p, and a draft is accepted if it wins again. An exact schedule
+    then gives, bit for bit but for rounding, the image that token by token gives with that noise.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        drafter: Drafter | None = None,
+        rule: Rule | None = None,
+        common_noise: bool = False,
+    ):
         self.schedule = schedule
         self.drafter = drafter
         self.rule = rule
+        self.common_noise = common_noise
 
     def bind(self, backbone: Backbone, heads=None) -> "Decoder":
         """Checks that the parts fit the backbone and each other. Raises ValueError with the reason if not."""
-        if self.schedule.window(backbone.grid) and (self.drafter is None or self.rule is None):
+        if self.schedule.window(backbone.grid) and (self.drafter is None or not (self.rule or self.common_noise)):
             raise ValueError(f"{type(self.schedule).__name__} drafts: it needs a drafter and a rule")
+        if self.common_noise and self.rule is not None and not self.rule.lossless:
+            raise ValueError(
+                f"with common_noise the race decides about drafts, so {type(self.rule).__name__} would not be asked; "
+                "expected rule=null, or common_noise=false"
+            )
         if self.drafter is not None:
             self.drafter = self.drafter.bind(backbone, heads)
         if self.rule is not None:
@@ -135,7 +153,8 @@ class State:
         self.tokens = torch.full((batch, size + 1), -1, dtype=torch.int64, device=device)
         # Column ``size`` is what follows the image, ``size + 1`` the states that predict an end-of-line token.
         self.hidden = torch.zeros(2, batch, size + 2, backbone.width, dtype=backbone.dtype, device=device)
-        self.window = decoder.schedule.window(self.grid)
+        self.fed = self.tokens.clone()  # what each position's token was when the backbone last consumed it
+        self.window = 0 if decoder.common_noise else decoder.schedule.window(self.grid)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self.q = torch.zeros(batch, self.window, backbone.vocabulary if self.window else 0, dtype=dtype, device=device)
         self.cache = backbone.new_cache(prompts)
@@ -172,6 +191,9 @@ class State:
         if len(items.host_sample):
             with self._clock("judge"):
                 accepted = self._judge(items, any(step.fresh for step in steps)).accepted
+            if self.decoder.drafter is not None and self.decoder.drafter.revises:
+                with self._clock("draft"):
+                    self._revise(items)
         bounds = items.bounds
         return [Outcome(accepted, bounds[b], bounds[b + 1]) for b in range(len(steps))]
 
@@ -187,11 +209,12 @@ class State:
         pairs = zip(source.host_position.tolist(), items.host_position.tolist(), strict=True)
         offset = [self.grid.offset(*pair) for pair in pairs]
         q = self.decoder.drafter.propose(self, items, source, offset)
-        at = (items.sample, items.position)
-        self.tokens[at] = sample(q, self._draw(items)[:, Purpose.DRAFT])
-        self.q[items.sample, items.position % self.window] = q
+        if self.decoder.common_noise:
+            token = race(q, self._noise(items))
+        else:
+            token = sample(q, self._draw(items)[:, Purpose.DRAFT])
+        self._put(items, token, q)
         host = (items.host_sample, items.host_position)
-        self._drafted[host] = True
         self._round[host] = 0
         self._offset[host] = offset
 
@@ -236,6 +259,7 @@ class State:
         else:
             slots = Slots(slot.repeat(2, 1), width)
             tokens = self.tokens.gather(1, token)
+        self.fed.scatter_(1, token.expand_as(tokens), tokens)
         embedded = self.backbone.embed(tokens).repeat(2, 1, 1)
         hidden = self.backbone(embedded, slots, self.cache, layers)
         return hidden.view(2, *tokens.shape, -1), predicts
@@ -246,7 +270,10 @@ class State:
         p = guided_probabilities(self.backbone.readout(self.hidden[:, *at]), self.sampling)
         u = self._draw(items)
         drafted = self._drafted[host]
-        if drafted.any():
+        if self.decoder.common_noise:
+            token = race(p, self._noise(items))
+            verdict = Verdict(token, (token == self.tokens[at]) & torch.from_numpy(drafted).to(self.device))
+        elif drafted.any():
             draft = self.tokens[at].clamp_min(0)  # -1 where there is none
             q = self.q[items.sample, items.position % self.window]
             rule = self.decoder.rule
@@ -265,17 +292,35 @@ class State:
         else:
             token = sample(p, u[:, Purpose.REDRAW])
             verdict = Verdict(token, torch.zeros_like(token, dtype=torch.bool))
-        self.tokens[at] = verdict.token
+        # Whatever stands now was accepted or re-drawn under p, so p is what it must be judged against next.
+        self._put(items, verdict.token, p)
         self._visits[host] += 1
         self._round[host] += 1
-        if self.window:
-            # Whatever stands now was accepted or re-drawn under p, so p is what it must be judged against next.
-            self.q[items.sample, items.position % self.window] = p
-            self._drafted[host] = True
         self._events.append(
             (len(self._trace.fed) - 1, host, self._round[host], drafted, self._offset[host], verdict)
         )
         return verdict
+
+    def _revise(self, judged: Items) -> None:
+        """Judged positions whose left neighbour now stands otherwise than it was fed: brings their drafts to where the
+        drafter expects p to go, re-drawing as few as possible. What such a draft becomes depends on what stands before
+        it only, so an exact schedule stays exact."""
+        b, left = judged.sample, judged.position - 1
+        stale = (judged.position % self.grid.width > 0) & (self.tokens[b, left] != self.fed[b, left])
+        chosen = stale.nonzero().squeeze(1)
+        if not len(chosen):
+            return
+        host = chosen.cpu().numpy()
+        items = Items(judged.host_sample[host], judged.host_position[host], b[chosen], judged.position[chosen], [])
+        q = self.decoder.drafter.revise(self, items)
+        if self.decoder.common_noise:
+            token = race(q, self._noise(items))
+        else:
+            draft, u = self.tokens[items.sample, items.position], self._draw(items)
+            accept, weight = Strict()(q, self.q[items.sample, items.position % self.window], draft)
+            token = accept_and_redraw(draft, accept, weight, u[:, Purpose.REVISE_ACCEPT], u[:, Purpose.REVISE_REDRAW])
+            token = token.token
+        self._put(items, token, q)
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -299,8 +344,20 @@ class State:
         sample, position = torch.from_numpy(np.stack([host_sample, host_position])).to(self.device)
         return Items(host_sample, host_position, sample, position, bounds)
 
+    def _put(self, items: Items, token: Tensor, q: Tensor) -> None:
+        """Tokens [N], drawn from q [N, V], stand from now on; what is judged next is they, against it."""
+        self.tokens[items.sample, items.position] = token
+        if self.window:
+            self.q[items.sample, items.position % self.window] = q
+        self._drafted[items.host_sample, items.host_position] = True
+
+    def _noise(self, items: Items) -> Tensor:
+        """Uniform numbers [N, V] for races, the same at every visit."""
+        token = torch.arange(self.backbone.vocabulary, device=self.device)
+        return uniform(self.seeds[items.sample, None], items.position[:, None], 0, Purpose.RACE, token)
+
     def _draw(self, items: Items) -> Tensor:
-        """Uniform numbers [N, 3], a column a purpose, for the items' present visit."""
+        """Uniform numbers [N, len(Purpose)], a column a purpose, for the items' present visit."""
         visit = self._visits[items.host_sample, items.host_position]
         while visit.size and len(self._draws) <= visit.max():
             position = torch.arange(self.grid.size, device=self.device)[:, None]

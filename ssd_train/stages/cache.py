@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 import ssd_train
+from ssd_train import plan
 from ssd_train.backbones.base import Backbone
 from ssd_train.config import CacheSource, Stage
 from ssd_train.decoding.engine import Decoder
@@ -49,14 +50,14 @@ def run(run: Run) -> None:
     cfg = run.cfg.cache
     prompts = _prompts(run)
     if Stage.train in run.cfg.stages:
-        require_reach(run)
+        plan.require_reach(run.cfg, run.backbone.grid)
     cache = ShardCache(run.cache_dir)
     shards = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
     if cache.remote or cache.manifest_path.exists():
         cache.check(identity(run))
     world = run.world  # each process looks closely at its share, and the others rely on that
     missing = [
-        i for i, shard in enumerate(shards)
+        i for i, shard in run.progress(list(enumerate(shards)), desc="checking", unit="shard", delay=2, leave=False)
         if not _is_there(cache, i, shard, cfg.verify and i % world.size == world.rank)
     ]  # fmt: skip
     if cache.remote and missing:
@@ -120,16 +121,6 @@ def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool
             "Use another cache.dir, or remove this cache if it is not needed."
         )
     return len(entry.samples) >= len(wanted)
-
-
-def require_reach(run: Run) -> None:
-    """Raises ValueError if there are heads without a neighbour to learn from."""
-    head, grid = run.cfg.head, run.backbone.grid
-    if head.k_horizontal >= grid.width or head.k_vertical >= grid.height:
-        raise ValueError(
-            f"head.k_horizontal={head.k_horizontal}, head.k_vertical={head.k_vertical}; expected less than the width "
-            f"and height of {run.backbone.name}'s {grid.height}x{grid.width} grid"
-        )
 
 
 def identity(run: Run) -> dict:

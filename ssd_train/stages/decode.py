@@ -6,6 +6,7 @@ run that was cut off goes on with those that are missing.
 
 import copy
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,7 @@ from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 
 import ssd_train
-from ssd_train import config, metrics, plots, report
+from ssd_train import config, metrics, plots, report, tracking
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.parts import Trace
@@ -30,13 +31,14 @@ from ssd_train.export import load_heads, read_config, write_card
 from ssd_train.files import sha256, share_out, write_atomically
 from ssd_train.prompts import Prompt, Split
 from ssd_train.run import Run
-from ssd_train.tracking import log_report
 
 log = logging.getLogger(__name__)
 
 
 def check(run: Run) -> None:
-    """Raises ValueError if there are too few prompts, a decoder cannot be built, or decode.heads are not there."""
+    """Raises ValueError if there are too few prompts, a decoder cannot be built, or decode.heads are not there,
+    InstantiationException for a logger that is not."""
+    tracking.check(run)
     run.prompts([Split.TEST], run.cfg.decode.prompts)
     configured_decoders(run)
     _optional(run, "scorer"), _optional(run, "category")
@@ -102,7 +104,7 @@ def run(run: Run, folder: str = "decode") -> None:
     table = report.table_markdown(contents)
     if heads and not cfg.heads:
         write_card(run.heads_dir, heads, f"{len(prompts)} prompts, {contents['device']}.\n\n{table}")
-    log_report(run.logger, contents, directory, heads["training"]["steps"] if heads else 0)
+    tracking.log_report(run.logger, contents, directory, heads["training"]["steps"] if heads else 0)
     log.info("report in %s\n%s%s", directory / "report.md", f"{run.cfg.note}\n\n" if run.cfg.note else "", table)
 
 
@@ -156,12 +158,20 @@ def _context(run: Run, prompts: list[Prompt]) -> tuple[PromptBatch, list[int]]:
 
 def _identity(run: Run, name: str, prompts: list[Prompt]) -> str:
     """Of everything that decides what one decoder makes of the prompts, our own code included."""
-    heads = run.heads_dir / "model.safetensors"
+    node = decoder_nodes(run)[name]
+    files = [run.heads_dir / "model.safetensors", *_files(OmegaConf.to_container(node, resolve=True))]
     return config.fingerprint(
-        run.backbone.fingerprint, str(run.backbone.dtype), vars(run.sampling), run.cfg.seed, decoder_nodes(run)[name],
-        sha256(heads) if heads.exists() else None, [[p.index, p.text] for p in prompts],
+        run.backbone.fingerprint, str(run.backbone.dtype), vars(run.sampling), run.cfg.seed, node,
+        [sha256(path) for path in files if path.exists()], [[p.index, p.text] for p in prompts],
         run.cfg.decode.batch_size, [sha256(path) for path in sorted(Path(ssd_train.__file__).parent.rglob("*.py"))],
     )  # fmt: skip
+
+
+def _files(node: Any) -> list[Path]:
+    """Those that a decoder's settings name."""
+    if isinstance(node, dict | list):
+        return [file for value in (node.values() if isinstance(node, dict) else node) for file in _files(value)]
+    return [Path(node)] if isinstance(node, str) and os.sep in node and Path(node).is_file() else []
 
 
 def _time(run: Run, decoders: dict[str, Decoder], prompts: list[Prompt]) -> tuple[dict, dict]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, TQDMProgressBar
@@ -16,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from ssd_train import signals
+from ssd_train import plan, signals, tracking
 from ssd_train.datamodule import HeadDataModule
 from ssd_train.files import replacing
 from ssd_train.heads import Heads, HeadSpec
@@ -24,8 +23,7 @@ from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
 from ssd_train.run import Run
 from ssd_train.shards import ShardCache
-from ssd_train.stages.cache import identity, require_reach
-from ssd_train.tracking import Throughput
+from ssd_train.stages.cache import identity
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +71,7 @@ class Checkpoints(TorchCheckpointIO):
 
 def check(run: Run) -> None:
     """Raises ValueError for settings that Lightning refuses, InstantiationException for a logger that is not there."""
-    if run.cfg.logger:
-        instantiate(run.cfg.logger)
+    tracking.check(run)
     try:
         make_trainer(run, steps=1, logger=False)
     except (TypeError, ValueError, MisconfigurationException) as error:
@@ -89,7 +86,7 @@ def run(run: Run) -> float:
         log.info("heads in %s are trained already", run.output)
         return summary["validation"]["validation/acceptance"]
     cfg = run.cfg.train
-    require_reach(run)
+    plan.require_reach(run.cfg, run.backbone.grid)
     ShardCache(run.cache_dir).check(identity(run))
     data = HeadDataModule(
         run.cache_dir, run.cfg.cache.samples, cfg.batch_size, cfg.shuffle_buffer, cfg.workers, run.cfg.seed,
@@ -100,7 +97,7 @@ def run(run: Run) -> float:
     batches = cfg.trainer.get("accumulate_grad_batches", 1)
     steps = data.steps(cfg.epochs, batches * run.world.size)
     stop = StopWhenAsked()
-    trainer = make_trainer(run, steps, run.logger or False, stop, Throughput())
+    trainer = make_trainer(run, steps, run.logger or False, stop, tracking.Throughput())
     log.info(
         "training %d heads (%.1fM parameters) on %d samples for %d steps of %d process(es); %d validation samples",
         len(heads.predictors), parameters / 1e6, data.counts[Split.TRAIN], steps, run.world.size,

@@ -82,7 +82,7 @@ def build_model(
             layer.self_attn.o_proj.weight.mul_((2 * layers) ** -0.5)
             layer.mlp.down_proj.weight.mul_((2 * layers) ** -0.5)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, guidance_scale=2.0, max_length=PROMPT_LENGTH + TOKENS,
+        do_sample=True, temperature=0.9, top_k=0, guidance_scale=2.0, max_length=PROMPT_LENGTH + TOKENS,
         generation_kwargs={"boi_token_id": boi}, **ids,
     )  # fmt: skip
     return model

@@ -20,12 +20,18 @@ class HeadDrafter(Drafter):
     drafts come from their left neighbour whatever their source is, by the +1 head, and the predicted state stands for
     the draft's own until the backbone gives that: one head, run autoregressively on its own predictions.
 
+    With ``revise``, a draft whose left neighbour was re-drawn moves to the state H + f(z') - f(z): the backbone's for
+    the old neighbour, and by how much the horizontal +1 head's prediction changes with the new one. The backbone with
+    its parallel passes and a cheap model that corrects between them is the parareal scheme (Lions, Maday & Turinici,
+    2001), on tokens.
+
     Recurrent heads go along the row, each draft from the memory of those before it. That is kept for the last draft of
     a sample; for one that is not to its right, the head runs over the row up to there first.
     """
 
-    def __init__(self, chain: bool = False):
+    def __init__(self, chain: bool = False, revise: bool = False):
         self.chain = self.sequential = chain
+        self.revises = revise
         self.heads: Heads | None = None
         # By decoding: the memory after a sample's last draft, [2, B, d/2], and that draft's position, [B].
         self._memories: WeakKeyDictionary = WeakKeyDictionary()
@@ -37,6 +43,11 @@ class HeadDrafter(Drafter):
             raise ValueError("a chain feeds predicted states back; token-space heads predict none")
         if self.chain and not heads.spec.k_horizontal:
             raise ValueError("a chain is made of the horizontal +1 head, but there is none: train with k_horizontal=1")
+        if self.revises and (heads.spec.space != "latent" or not heads.spec.k_horizontal):
+            raise ValueError(
+                f"revise=true moves states by the horizontal +1 head; these heads are in {heads.spec.space} space with "
+                f"k_horizontal={heads.spec.k_horizontal}: expected latent space and at least 1"
+            )
         self.heads = heads.to(device=backbone.device, dtype=backbone.dtype)
         self.sequential = self.chain or heads.spec.recurrent
         return self
@@ -54,6 +65,16 @@ class HeadDrafter(Drafter):
                 logits[:, members] = self._logits(state, items, source, pair, members)
         return guided_probabilities(logits, state.sampling)
 
+    def revise(self, state, items) -> Tensor:
+        b, left = items.sample, items.position - 1
+        fed, now = (
+            self.heads(Direction.HORIZONTAL, 1, self._inputs(state, tokens, b, left, 1))
+            for tokens in (state.fed, state.tokens)
+        )
+        hidden = state.hidden[:, b, items.position] + (now - fed) * self.heads.spec.state_scale
+        state.hidden[:, b, items.position] = hidden
+        return guided_probabilities(state.backbone.readout(hidden), state.sampling)
+
     def _logits(self, state, items, source, offset: tuple[int, int], chosen: list[int] | slice) -> Tensor:
         """Draft logits [2, n, V] of the n chosen items, which are all at one offset."""
         rows, columns = offset
@@ -67,7 +88,7 @@ class HeadDrafter(Drafter):
         if self.heads.recurrent(direction):
             predicted = self._along_row(state, items.host_sample[chosen], items.host_position[chosen], rows)
         else:
-            z = self._inputs(state, source.sample[chosen], position, self.heads.context(direction))
+            z = self._inputs(state, state.tokens, source.sample[chosen], position, self.heads.context(direction))
             predicted = self.heads(direction, distance, z)
         if chained:
             at = items.sample[chosen], items.position[chosen]
@@ -87,7 +108,7 @@ class HeadDrafter(Drafter):
             b, p = torch.from_numpy(host).to(state.device)
             first = (p % width == 0)[:, None]
             left = state.backbone.embed(state.tokens[b, p - 1].masked_fill(first[:, 0], 0)).masked_fill(first, 0)
-            z = self._inputs(state, b, p - rows * width, self.heads.spec.context)
+            z = self._inputs(state, state.tokens, b, p - rows * width, self.heads.spec.context)
             predicted, after = self.heads.step(
                 rows, z.flatten(0, 1), left.repeat(2, 1), memory[:, b].masked_fill(first, 0).flatten(0, 1)
             )
@@ -95,12 +116,13 @@ class HeadDrafter(Drafter):
         last[sample] = position
         return predicted.view(2, len(sample), -1)
 
-    def _inputs(self, state, sample: Tensor, position: Tensor, context: int) -> Tensor:
-        """z [2, n, 2dc] of sources [n] and their neighbours in the row, zeros beyond its ends."""
+    def _inputs(self, state, tokens: Tensor, sample: Tensor, position: Tensor, context: int) -> Tensor:
+        """z [2, n, 2dc] of sources [n] and their neighbours in the row, of these tokens [B, L + 1] and the states as
+        they are; zeros beyond the row's ends."""
         near = torch.arange(context, device=state.device) - context // 2
         column = position[:, None] % state.grid.width + near
         at = (sample[:, None], (position[:, None] + near).clamp(0, state.grid.size - 1))
-        embedded = state.backbone.embed(state.tokens[at]).expand(2, -1, -1, -1)
+        embedded = state.backbone.embed(tokens[at]).expand(2, -1, -1, -1)
         z = self.heads.inputs(state.hidden[:, *at], embedded)
         if context > 1:
             z = z * ((column >= 0) & (column < state.grid.width))[..., None]

@@ -10,17 +10,22 @@ class JacobiWindow(Schedule):
 
     What stood after the first rejection stays in the window: re-drawn fresh from p (the published way), or,
     ``coupled``, as its own judgement left it. Both are exact.
-    New drafts come from the position above with ``source="above"``, else from the left.
+    New drafts come from the last settled position; with ``source="above"``, from the position above them where there
+    is one, once it has been judged. ``reach`` is how far a draft may be from a source to its left (heads, which draft
+    no other rows from there, need ``source="above"`` and a reach of at most head.k_horizontal); the window ends before
+    the first position that nothing can draft yet.
     """
 
     adaptive = True
 
-    def __init__(self, length: int = 16, coupled: bool = False, source: str = "left"):
+    def __init__(self, length: int = 16, coupled: bool = False, source: str = "left", reach: int | None = None):
         if length < 2:
             raise ValueError(f"length is {length}; expected at least 2: one settled position and a draft")
         if source not in ("left", "above"):
             raise ValueError(f"source is {source!r}; expected 'left' or 'above'")
-        self.length, self.coupled, self.source = length, coupled, source
+        if reach is not None and reach < 1:
+            raise ValueError(f"reach is {reach}; expected at least 1, or null for no limit")
+        self.length, self.coupled, self.source, self.reach = length, coupled, source, reach
 
     def window(self, grid: Grid) -> int:
         return self.length
@@ -31,7 +36,7 @@ class JacobiWindow(Schedule):
     def script(self, grid: Grid) -> Script:
         front, entered = 0, 1
         while front < grid.size - 1:
-            stop = min(front + self.length, grid.size)
+            stop = self._stop(grid, front, entered)
             new = range(entered, stop)
             entered = stop
             outcome = yield Step(
@@ -42,6 +47,15 @@ class JacobiWindow(Schedule):
             )
             accepted = outcome.accepted
             front += accepted.index(False) + 1 if False in accepted else len(accepted)
+
+    def _stop(self, grid: Grid, front: int, entered: int) -> int:
+        """Where the window ends, if all before ``entered`` have been judged: that is as far as sources go."""
+        stop, from_the_left = min(front + self.length, grid.size), grid.size
+        if self.source == "above":
+            stop, from_the_left = min(stop, entered + grid.width), grid.width
+        if self.reach is not None and front + self.reach + 1 < from_the_left:
+            stop = min(stop, front + self.reach + 1)
+        return stop
 
     def _source(self, grid: Grid, position: int, front: int) -> int:
         """A position that has a token: the one above, else the last settled one to the left."""
