@@ -4,6 +4,7 @@ import json
 import logging
 import struct
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +48,17 @@ def records(folder):
     return found
 
 
+def complete(folder):
+    """The same, once W&B's own process has written all of them."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = records(folder)
+        if any(record.HasField("exit") for record in found):
+            return found
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def history(found):
     """{metric: its values} in the order of logging; a picture's or table's description is spread over several."""
     values = {}
@@ -85,7 +97,7 @@ def tracked(make_run, cached, tmp_path_factory):
             tracking.finish(failed=False)
         patch.delenv("WANDB_MODE", raising=False)  # Lightning sets it
     tracking.log.removeHandler(handler)
-    return output, [records(path) for path in sorted(output.glob("wandb/offline-run-*"))], messages
+    return output, [complete(path) for path in sorted(output.glob("wandb/offline-run-*"))], messages
 
 
 def test_a_wandb_run_is_named_and_grouped_and_goes_on_in_a_later_process(tracked):
