@@ -30,6 +30,7 @@ MICRO = [
     "cache.dtype=float32",
     "head.k_horizontal=2",
     "head.k_vertical=2",
+    "head.context=1",
     "train.batch_size=4",
     "train.workers=0",
     "train.shuffle_buffer=8",

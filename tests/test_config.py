@@ -87,12 +87,11 @@ def test_a_head_yaml_composes(head):
 
 def test_the_published_recipe_is_the_default():
     """arXiv 2606.20543: five heads a direction of width 2d, Smooth L1, 10 % condition drop, AdamW, three epochs."""
-    cfg = composed("+model=tiny")
+    cfg = composed("+model=janus_pro_7b")
     assert (cfg.head.k_horizontal, cfg.head.k_vertical, cfg.head.hidden) == (5, 5, None)
     assert dict(cfg.head.loss) == {"smooth_l1": 1.0, "total_variation": 0.0, "kl": 0.0}
     assert (cfg.head.condition_drop, cfg.head.weight_decay, list(cfg.head.betas)) == (0.1, 0.01, [0.9, 0.95])
-    published = composed("+model=janus_pro_7b").head
-    assert (published.lr, published.min_lr, published.warmup_steps) == (1e-4, 1e-5, 20)
+    assert (cfg.head.lr, cfg.head.min_lr, cfg.head.warmup_steps, cfg.head.context) == (1e-4, 1e-5, 20, 1)
 
 
 @pytest.mark.parametrize("decoder", config.choices("decoder"))

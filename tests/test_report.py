@@ -73,7 +73,7 @@ def test_without_ar_there_is_no_speed_up(tmp_path):
     del report.decoders["ar"]
     entry = write_report(report, tmp_path)["decoders"]["ssd"]
     assert [entry[k] for k in ("step_speedup", "wall_speedup", "pass_ratio", "nll_distance")] == [None] * 4
-    assert "| ssd | no | 32.0 | - | - | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 | 605 |" in (
+    assert "| ssd | no | 32.0 | 0.19 | - | - | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 | 605 |" in (
         tmp_path / "report.md"
     ).read_text()
 
@@ -88,7 +88,7 @@ def test_the_bare_contract_is_enough():
     report = {"model": "m", "grid": [1, 1], "prompts": 1, "versions": {}, "device": "cpu"}
     report["decoders"] = {"ssd": decoder}
     validate_report(report)
-    assert "| ssd | no | 10.0 | - | - | 0.0% | - | - | 3.000 | - |" in table_markdown(report)
+    assert "| ssd | no | 10.0 | 0.10 | - | - | 0.0% | - | - | 3.000 | - |" in table_markdown(report)
 
 
 DELETE = object()
@@ -171,10 +171,10 @@ def test_nothing_is_written_if_the_contract_is_broken(tmp_path):
 def test_the_table():
     lines = table_markdown(example().to_dict()).splitlines()
     assert len(lines) == 4
-    assert {line.count("|") for line in lines} == {11}
-    assert lines[2] == "| ar | yes | 256.0 | 1.00x | 1.00x | 0.0% | - | 0.900 [0.870, 0.920] | 3.250 | 810 |"
+    assert {line.count("|") for line in lines} == {12}
+    assert lines[2] == "| ar | yes | 256.0 | 0.02 | 1.00x | 1.00x | 0.0% | - | 0.900 [0.870, 0.920] | 3.250 | 810 |"
     assert lines[3] == (
-        "| ssd | no | 32.0 | 8.00x | 5.00x | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 (-0.125) | 605 |"
+        "| ssd | no | 32.0 | 0.19 | 8.00x | 5.00x | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 (-0.125) | 605 |"
     )
 
 

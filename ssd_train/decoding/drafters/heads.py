@@ -118,12 +118,13 @@ class HeadDrafter(Drafter):
 
     def _inputs(self, state, tokens: Tensor, sample: Tensor, position: Tensor, context: int) -> Tensor:
         """z [2, n, 2dc] of sources [n] and their neighbours in the row, of these tokens [B, L + 1] and the states as
-        they are; zeros beyond the row's ends."""
+        they are; zeros beyond the row's ends and for neighbours that are not there yet."""
         near = torch.arange(context, device=state.device) - context // 2
         column = position[:, None] % state.grid.width + near
         at = (sample[:, None], (position[:, None] + near).clamp(0, state.grid.size - 1))
-        embedded = state.backbone.embed(tokens[at]).expand(2, -1, -1, -1)
+        token = tokens[at]
+        embedded = state.backbone.embed(token.clamp_min(0)).expand(2, -1, -1, -1)
         z = self.heads.inputs(state.hidden[:, *at], embedded)
         if context > 1:
-            z = z * ((column >= 0) & (column < state.grid.width))[..., None]
+            z = z * ((column >= 0) & (column < state.grid.width) & (token >= 0))[..., None]
         return z.flatten(2)
