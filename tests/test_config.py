@@ -221,7 +221,7 @@ def test_without_a_model_the_choices_are_listed(main, nothing_runs):
         ("decode.prompts=5000 model.prompts._target_=test_config.Captions", "5000 test prompts wanted.*holds 1"),
         ("decoder.ssd.schedule.rounds=-1", "decoder ssd: .*rounds is -1; expected >= 0"),
         ("decoder.ssd.rule._target_=ssd_train.nowhere", "decoder ssd: .*ssd_train.nowhere"),
-        ("decode.vary=['sd.schedule.rounds=1']", r"decode.vary holds 'sd.schedule.rounds=1'; .*\['ar', 'ssd'\]"),
+        ("decode.vary=['sd.schedule.rounds=1']", r"decode.vary holds 'sd.schedule.rounds=1'; .*\['ar', 'ssd', 'ssd_coupled'\]"),
         ("decode.vary=['ssd.schedule.round=1']", "decode.vary: ssd has no setting schedule.round"),
         ("++model.scorer._target_=ssd_train.nowhere", "ssd_train.nowhere"),
         ("logger._target_=ssd_train.nowhere", "ssd_train.nowhere"),
@@ -308,7 +308,7 @@ def test_a_run_goes_from_prompts_to_a_report(main, micro_experiment, tmp_path):
     arguments = [*micro_experiment, "decode.vary=['ssd.schedule.rounds=0']", "note='only a trial'"]
     assert main(*arguments) is None
     report = json.loads((tmp_path / "run/decode/report.json").read_text())
-    assert set(report["decoders"]) == {"ar", "ssd", "ssd rounds=0"}
+    assert set(report["decoders"]) == {"ar", "ssd", "ssd rounds=0", "ssd_coupled"}
     assert report["note"] == "only a trial"
     assert "only a trial" in (tmp_path / "run/decode/report.md").read_text()
     made = [*(tmp_path / "run/checkpoints").iterdir(), tmp_path / "run/heads/model.safetensors"]

@@ -1,5 +1,8 @@
 """The engine and the schedules: passes, batch invariance, errors."""
 
+import random
+from types import SimpleNamespace
+
 import micro
 import pytest
 import torch
@@ -7,12 +10,15 @@ import torch
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.rules.constant import Amplify
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.decoding.schedules.jacobi import JacobiWindow
 from ssd_train.decoding.schedules.rows import Rows
+from ssd_train.decoding.schedules.wave import Wave
 from ssd_train.distributions import Sampling, guided_probabilities
 from ssd_train.grid import Grid
-from ssd_train.heads import Heads, HeadSpec
+from ssd_train.heads import Direction, Heads, HeadSpec
 
 SAMPLING = Sampling(guidance=2.0)
 
@@ -35,20 +41,25 @@ def ssd(**settings):
     return Decoder(Rows(**settings), HeadDrafter(), Strict())
 
 
-def count_passes(schedule, grid):
-    """Runs a script without a backbone; nothing is ever accepted."""
+def window(length=9, coupled=True, reach=3):
+    return JacobiWindow(length, coupled, source="above", reach=reach)
 
-    class Nothing:
-        accepted = [False]
 
-    script, passes, outcome = schedule.script(grid), 1, None
+def rehearse(schedule, grid, accept):
+    """The steps of a script without a backbone; ``accept()`` decides about each judged position."""
+    script, outcome = schedule.script(grid), None
     while True:
         try:
             step = script.send(outcome)
         except StopIteration:
-            return passes
-        passes += bool(step.feed)
-        outcome = Nothing()
+            return
+        yield step
+        outcome = SimpleNamespace(accepted=[accept() for _ in step.judge])
+
+
+def count_passes(schedule, grid):
+    """Nothing is ever accepted."""
+    return 1 + sum(bool(step.feed) for step in rehearse(schedule, grid, lambda: False))
 
 
 @pytest.mark.parametrize("height, width", [(24, 24), (16, 16), (48, 48), (90, 90), (68, 120), (9, 11)])
@@ -82,19 +93,41 @@ def test_passes_in_the_engine_match_the_script(backbone, heads):
     assert decoded.trace.passes == [backbone.grid.size] * 2
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        None,
-        {"rounds": 0},
-        {"rounds": 2},
-        {"rounds": None, "first_row_rounds": None, "until_settled": True},
-        {"rounds": 3, "rows_per_block": 2, "staged_rounds": 1, "until_settled": True},
-    ],
-)
-def test_a_sample_is_the_same_alone_and_in_a_batch(backbone, heads, settings):
+@pytest.mark.parametrize("length", [4, 9, 20])
+def test_a_window_drafts_only_from_what_has_been_judged(length):
+    """Whatever is accepted: sources are judged positions, in the first row within reach; no position is drafted twice;
+    and rejections all along cost no more passes than AR."""
+    grid, chance = Grid(5, 7), random.Random(0)
+    for share in (0, 0.3, 0.7, 0.9, 1):
+        judged, drafted, passes = {0}, [], 1
+        for step in rehearse(window(length), grid, lambda share=share: chance.random() < share):
+            for position, source in step.draft:
+                assert source in judged
+                assert source == position - 7 if position >= 7 else 1 <= position - source <= 3
+            drafted += [position for position, _ in step.draft]
+            assert len(step.judge) < length
+            judged.update(step.judge)
+            passes += 1
+        assert drafted == list(range(1, grid.size))
+        assert passes <= grid.size if share < 1 else passes < grid.size / 2
+
+
+BATCHED = {
+    "ar": lambda: Decoder(Autoregressive()),
+    "ssd, r = 0": lambda: ssd(rounds=0),
+    "ssd, r = 2": lambda: ssd(rounds=2),
+    "ssd, until settled": lambda: ssd(rounds=None, first_row_rounds=None, until_settled=True),
+    "ssd, staged": lambda: ssd(rounds=3, rows_per_block=2, staged_rounds=1, until_settled=True),
+    "ssd, waves": lambda: Decoder(Wave(3, 1, threshold=0.5), HeadDrafter(revise=True), Strict()),
+    "window": lambda: Decoder(window(), HeadDrafter(revise=True), Strict()),
+    "window, common noise": lambda: Decoder(window(), HeadDrafter(revise=True), common_noise=True),
+}
+
+
+@pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED.keys())
+def test_a_sample_is_the_same_alone_and_in_a_batch(backbone, heads, make):
     """Identical tokens and passes in float64, prompts of unequal lengths, samples that settle at different times."""
-    decoder = (Decoder(Autoregressive()) if settings is None else ssd(**settings)).bind(backbone, heads)
+    decoder = make().bind(backbone, heads)
     prompts, seeds = micro.prompts(5, unequal=True), [11, 12, 13, 14, 15]
     together = decoder(backbone, prompts, seeds, SAMPLING)
     for b in reversed(range(5)):
@@ -137,6 +170,81 @@ def test_settling_changes_nothing_but_the_passes(backbone, heads):
     settled = ssd(**everything, until_settled=True).bind(backbone, heads)(backbone, prompts, seeds, SAMPLING)
     assert torch.equal(full.tokens, settled.tokens)
     assert max(settled.trace.passes) < full.trace.passes[0]
+
+
+@pytest.mark.parametrize("drafter", [HeadDrafter(), HeadDrafter(revise=True)], ids=["drafts", "revised drafts"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        window(),
+        window(coupled=False),
+        Rows(rounds=None, first_row_rounds=None, until_settled=True),
+        Rows(rounds=5, first_row_rounds=5),
+    ],
+    ids=["window", "fresh window", "until settled", "all rounds"],
+)
+def test_common_noise_gives_the_image_of_ar(backbone, heads, schedule, drafter):
+    """Bit for bit: the fixed point of the re-draws is what token by token gives with the same noise."""
+    prompts, seeds = micro.prompts(6, unequal=True), range(6)
+    expected = Decoder(Autoregressive(), common_noise=True)(backbone, prompts, seeds, SAMPLING).tokens
+    decoder = Decoder(schedule, drafter, common_noise=True).bind(backbone, heads)
+    assert decoder.exact(backbone)
+    decoded = decoder(backbone, prompts, seeds, SAMPLING)
+    assert torch.equal(decoded.tokens, expected)
+    assert len(expected.flatten(1).unique(dim=0)) == 6
+    assert decoded.trace.accepted.any()
+
+
+def test_a_draft_is_revised_by_the_change_of_the_heads_prediction(backbone, heads):
+    """H + f(z') - f(z), in both streams; z' and z differ in the left neighbour's token alone."""
+    drafter = HeadDrafter(revise=True).bind(backbone, heads)
+    tokens = torch.randint(backbone.vocabulary, (2, backbone.grid.size + 1))
+    fed = (tokens + 1) % backbone.vocabulary
+    hidden = torch.randn(2, 2, backbone.grid.size, backbone.width, dtype=torch.float64)
+    state = SimpleNamespace(
+        tokens=tokens, fed=fed, hidden=hidden.clone(), grid=backbone.grid, backbone=backbone, sampling=SAMPLING,
+        device="cpu",
+    )  # fmt: skip
+    sample, position = torch.tensor([0, 0, 1]), torch.tensor([2, 3, 11])
+    q = drafter.revise(state, SimpleNamespace(sample=sample, position=position))
+    for i, (b, p) in enumerate(zip(sample.tolist(), position.tolist(), strict=True)):
+        old, new = (
+            heads(Direction.HORIZONTAL, 1, heads.inputs(hidden[:, b, p - 1], backbone.embed(t[b, p - 1]).expand(2, -1)))
+            for t in (fed, tokens)
+        )
+        expected = hidden[:, b, p] + (new - old) * heads.spec.state_scale
+        assert torch.allclose(state.hidden[:, b, p], expected, atol=1e-12)
+        assert torch.allclose(q[i], guided_probabilities(backbone.readout(expected), SAMPLING), atol=1e-12)
+        assert not torch.allclose(expected, hidden[:, b, p], atol=1e-3)
+
+
+def test_a_perfect_revision_saves_the_right_neighbour(backbone, heads):
+    """If what is right of a re-drawn position moves to its true p, the next pass accepts it for certain."""
+
+    class Clairvoyant(HeadDrafter):
+        def revise(self, state, items):
+            truth = backbone.teacher_force(state.prompts, state.tokens[:, :-1].clamp_min(0))
+            return guided_probabilities(backbone.readout(truth[:, items.sample, items.position]), state.sampling)
+
+    def neighbours(drafter):
+        """Whether a position was accepted, for all that follow one which was re-drawn, and settled, a pass earlier."""
+        decoder = Decoder(window(), drafter, Strict()).bind(backbone, heads)
+        trace = decoder(backbone, micro.prompts(8), range(8), SAMPLING).trace
+        verdicts = {}
+        for pass_index, sample, position, accepted in zip(
+            *(x.tolist() for x in (trace.pass_index, trace.sample, trace.position, trace.accepted)), strict=True
+        ):
+            verdicts.setdefault((pass_index, sample), {})[position] = accepted
+        found = []
+        for (pass_index, sample), judged in verdicts.items():
+            redrawn = next((position for position, accepted in judged.items() if not accepted), None)
+            right = verdicts.get((pass_index + 1, sample), {})
+            if redrawn is not None and redrawn + 1 in judged and (redrawn + 1) % backbone.grid.width:
+                found.append(right[redrawn + 1])
+        return found
+
+    assert all(neighbours(Clairvoyant(revise=True)))
+    assert not all(neighbours(HeadDrafter()))
 
 
 def test_trace_accounts_for_every_draft(backbone, heads):
@@ -188,6 +296,15 @@ def test_errors_name_the_value_and_the_mend(backbone, heads):
         Rows(rounds=None)
     with pytest.raises(ValueError, match="chunk is 0; expected at least 1"):
         Rows(chunk=0)
+    with pytest.raises(ValueError, match="reach is 0; expected at least 1, or null"):
+        JacobiWindow(reach=0)
+    with pytest.raises(ValueError, match="Amplify would not be asked; expected rule=null"):
+        Decoder(window(), HeadDrafter(), Amplify(2.0), common_noise=True).bind(backbone, heads)
+    for settings in {"space": "token"}, {"k_horizontal": 0}:
+        with pytest.raises(ValueError, match="revise=true moves states by the horizontal"):
+            Decoder(window(), HeadDrafter(revise=True), Strict()).bind(
+                backbone, Heads(HeadSpec(backbone.width, backbone.vocabulary, **settings))
+            )
 
 
 def test_wide_heads_see_in_decoding_what_they_saw_in_training(backbone):
