@@ -221,7 +221,10 @@ def test_without_a_model_the_choices_are_listed(main, nothing_runs):
         ("decode.prompts=5000 model.prompts._target_=test_config.Captions", "5000 test prompts wanted.*holds 1"),
         ("decoder.ssd.schedule.rounds=-1", "decoder ssd: .*rounds is -1; expected >= 0"),
         ("decoder.ssd.rule._target_=ssd_train.nowhere", "decoder ssd: .*ssd_train.nowhere"),
-        ("decode.vary=['sd.schedule.rounds=1']", r"decode.vary holds 'sd.schedule.rounds=1'; .*\['ar', 'ssd', 'ssd_coupled'\]"),
+        (
+            "decode.vary=['sd.schedule.rounds=1']",
+            r"decode.vary holds 'sd.schedule.rounds=1'; .*\['ar', 'ssd', 'ssd_coupled'\]",
+        ),
         ("decode.vary=['ssd.schedule.round=1']", "decode.vary: ssd has no setting schedule.round"),
         ("++model.scorer._target_=ssd_train.nowhere", "ssd_train.nowhere"),
         ("logger._target_=ssd_train.nowhere", "ssd_train.nowhere"),
@@ -352,7 +355,7 @@ def test_the_smoke_experiment_runs_every_stage(tmp_path):
     done = command_line("+model=tiny", "+experiment=smoke", "threads=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "runs/tiny-smoke/decode/report.json").read_text())
-    assert set(report["decoders"]) == {"ar", "ssd"}
+    assert set(report["decoders"]) == {"ar", "ssd", "ssd_coupled"}
     assert report["decoders"]["ar"]["passes"] == 256
     for text in done.stdout, (tmp_path / "runs/tiny-smoke/decode/report.md").read_text(), report["note"]:
         assert "figures mean nothing" in text
