@@ -77,6 +77,7 @@ class HeadConfig:
     context: int = 1  # neighbours in the row above that a vertical head sees; odd
     recurrent: bool = False  # vertical heads go along their row, and see what was drafted to the left
     unroll: int = 1  # steps that the horizontal +1 head is trained to go on from its own predictions (EAGLE)
+    unroll_decay: float = 0.25  # weight of each of these steps over that of the one before
     loss: LossConfig = field(default_factory=LossConfig)
     condition_drop: float = 0.1  # share of samples trained on their unconditional stream
     lr: float = 1e-4
@@ -251,6 +252,8 @@ def check(cfg: Config) -> None:
             f"head.loss.kl={cfg.head.loss.kl}, head.loss.total_variation={cfg.head.loss.total_variation} with "
             "head.space=token, whose only loss is cross-entropy; expected 0, or head.space=latent"
         )
+    if not 0 < cfg.head.unroll_decay <= 1:
+        raise ValueError(f"head.unroll_decay is {cfg.head.unroll_decay}; expected more than 0, and 1 at most")
     if cfg.head.unroll > 1 and cfg.head.space is Space.token:
         raise ValueError(
             f"head.unroll is {cfg.head.unroll}, which feeds predicted states back, but head.space=token predicts none; "

@@ -82,14 +82,15 @@ class HeadModule(L.LightningModule):
         for direction, offset in self.heads.spec.offsets():
             unroll = self._unroll(direction, offset)
             at = Pairs.of(states, batch["tokens"], self.grid, direction, offset)
-            for _ in range(unroll):
+            share = [self.settings.unroll_decay**step for step in range(unroll)]
+            for step in range(unroll):
                 # Made again in the backward pass: ten heads' graphs at a time do not fit a GPU at d = 4096.
                 values, predicted = checkpoint(
                     self.losses, at, stream, direction, offset, use_reentrant=False, preserve_rng_state=False
                 )
                 at = at.onward(predicted * self.heads.spec.state_scale)
                 for term, value in values.items():
-                    terms.setdefault(term, []).append(value / unroll)
+                    terms.setdefault(term, []).append(value * share[step] / sum(share))
         heads = len(self.heads.predictors)
         means = {term: torch.stack(values).sum() / heads for term, values in terms.items()}
         loss = sum(value * weights.get(term, 1.0) for term, value in means.items())

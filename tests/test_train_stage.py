@@ -238,10 +238,10 @@ def test_a_dropped_condition_is_the_unconditional_stream(make_run, cached, monke
 @pytest.mark.parametrize("guided", [False, True])
 def test_an_unrolled_head_goes_on_from_its_own_predictions(make_run, cached, guided):
     """Position by position: three steps to the right from every column that has so many neighbours; the true tokens,
-    the predicted states; the mean over the steps of each one's own mean."""
+    the predicted states; each step's own mean, with half the weight of the one before."""
     loss = {"smooth_l1": 0.0, "kl": 1.0} if guided else {"smooth_l1": 1.0}
     module, batch = make_module(
-        make_run(cached), k_horizontal=1, k_vertical=0, unroll=3, condition_drop=0.0, loss=loss
+        make_run(cached), k_horizontal=1, k_vertical=0, unroll=3, unroll_decay=0.5, condition_drop=0.0, loss=loss
     )  # fmt: skip
     heads, output, scale = module.heads, module.output, 3.7
     sums, counts = [0.0] * 3, [0] * 3
@@ -260,7 +260,7 @@ def test_an_unrolled_head_goes_on_from_its_own_predictions(make_run, cached, gui
                     term = torch.nn.functional.smooth_l1_loss(guess[:, 0], target[:, 0] / scale)
                     sums[step] += term.item()
                 counts[step] += 1
-    expected = sum(total / count for total, count in zip(sums, counts, strict=True)) / 3
+    expected = sum(w * total / count for w, total, count in zip([4, 2, 1], sums, counts, strict=True)) / 7
     assert counts == [12, 8, 4]
     assert module.training_step(batch, 0).item() == pytest.approx(expected, rel=1e-4)
 
@@ -452,6 +452,7 @@ def test_an_unrolling_beyond_the_row_is_refused(trainable):
     "overrides, message",
     [
         (["head.unroll=0"], "head.unroll is 0; expected at least 1"),
+        (["head.unroll_decay=0"], "head.unroll_decay is 0.0; expected more than 0, and 1 at most"),
         (["head.unroll=2", "head.k_horizontal=0"], "no horizontal .1 head to unroll; set head.k_horizontal=1"),
         (["head.unroll=2", "head.space=token"], "head.unroll is 2, .* head.space=token predicts none; use head.space="),
         (["head.recurrent=true", "head.k_vertical=0"], "head.recurrent=True, .*: these are for vertical heads, and"),
