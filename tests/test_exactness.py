@@ -60,6 +60,13 @@ def bad_heads(backbone, seed=0, **settings):
     return heads
 
 
+class WideHeads(HeadDrafter):
+    """Heads that see three neighbours above."""
+
+    def bind(self, backbone, heads):
+        return super().bind(backbone, bad_heads(backbone, context=3))
+
+
 class RecurrentHeads(HeadDrafter):
     def bind(self, backbone, heads):
         return super().bind(backbone, bad_heads(backbone, context=3, recurrent=True))
@@ -121,6 +128,9 @@ EXACT = {
     "sjd, coupled": lambda: Decoder(JacobiWindow(length=4, coupled=True), Random(), Strict()),
     "ssd, coupled window": lambda: Decoder(head_window(), HeadDrafter(), Strict()),
     "ssd, coupled window, revised drafts": lambda: Decoder(head_window(), HeadDrafter(revise=True), Strict()),
+    "ssd, coupled window, three neighbours above, revised drafts": lambda: Decoder(
+        head_window(), WideHeads(revise=True), Strict()
+    ),
     "ssd, until settled, revised drafts": lambda: Decoder(
         Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(revise=True), Strict()
     ),

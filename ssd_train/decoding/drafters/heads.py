@@ -67,10 +67,10 @@ class HeadDrafter(Drafter):
 
     def revise(self, state, items) -> Tensor:
         b, left = items.sample, items.position - 1
-        fed, now = (
-            self.heads(Direction.HORIZONTAL, 1, self._inputs(state, tokens, b, left, 1))
-            for tokens in (state.fed, state.tokens)
-        )
+        tokens = torch.stack([state.fed[b, left], state.tokens[b, left]])
+        embedded = state.backbone.embed(tokens)[:, None].expand(-1, 2, -1, -1)
+        z = self.heads.inputs(state.hidden[:, b, left].expand_as(embedded), embedded)
+        fed, now = self.heads(Direction.HORIZONTAL, 1, z)
         hidden = state.hidden[:, b, items.position] + (now - fed) * self.heads.spec.state_scale
         state.hidden[:, b, items.position] = hidden
         return guided_probabilities(state.backbone.readout(hidden), state.sampling)
@@ -88,7 +88,7 @@ class HeadDrafter(Drafter):
         if self.heads.recurrent(direction):
             predicted = self._along_row(state, items.host_sample[chosen], items.host_position[chosen], rows)
         else:
-            z = self._inputs(state, state.tokens, source.sample[chosen], position, self.heads.context(direction))
+            z = self._inputs(state, source.sample[chosen], position, self.heads.context(direction))
             predicted = self.heads(direction, distance, z)
         if chained:
             at = items.sample[chosen], items.position[chosen]
@@ -108,7 +108,7 @@ class HeadDrafter(Drafter):
             b, p = torch.from_numpy(host).to(state.device)
             first = (p % width == 0)[:, None]
             left = state.backbone.embed(state.tokens[b, p - 1].masked_fill(first[:, 0], 0)).masked_fill(first, 0)
-            z = self._inputs(state, state.tokens, b, p - rows * width, self.heads.spec.context)
+            z = self._inputs(state, b, p - rows * width, self.heads.spec.context)
             predicted, after = self.heads.step(
                 rows, z.flatten(0, 1), left.repeat(2, 1), memory[:, b].masked_fill(first, 0).flatten(0, 1)
             )
@@ -116,13 +116,13 @@ class HeadDrafter(Drafter):
         last[sample] = position
         return predicted.view(2, len(sample), -1)
 
-    def _inputs(self, state, tokens: Tensor, sample: Tensor, position: Tensor, context: int) -> Tensor:
-        """z [2, n, 2dc] of sources [n] and their neighbours in the row, of these tokens [B, L + 1] and the states as
-        they are; zeros beyond the row's ends and for neighbours that are not there yet."""
+    def _inputs(self, state, sample: Tensor, position: Tensor, context: int) -> Tensor:
+        """z [2, n, 2dc] of sources [n] and their neighbours in the row; zeros beyond the row's ends and for neighbours
+        that are not there yet."""
         near = torch.arange(context, device=state.device) - context // 2
         column = position[:, None] % state.grid.width + near
         at = (sample[:, None], (position[:, None] + near).clamp(0, state.grid.size - 1))
-        token = tokens[at]
+        token = state.tokens[at]
         embedded = state.backbone.embed(token.clamp_min(0)).expand(2, -1, -1, -1)
         z = self.heads.inputs(state.hidden[:, *at], embedded)
         if context > 1:
