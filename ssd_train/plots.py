@@ -80,16 +80,18 @@ def acceptance_bars(acceptances: Mapping[str, Acceptance], path: Path | str) -> 
 def speed_fidelity(points: Sequence[Mapping], path: Path | str) -> None:
     """Fidelity against step speed-up, a curve a series.
 
-    A point is {name, series, speedup, score, low, high, nll}: the scene score with its interval, or None, and
-    nats a token. The point named "ar" becomes a horizontal band. Without scores there is only the NLL panel.
+    A point is {series, label, speedup, score, low, high, nll}: its label on the curve, "" for none, the scene score
+    with its interval, or None, and nats a token. The series "ar" becomes a horizontal band. Without scores there is
+    only the NLL panel.
     """
     scored = [point for point in points if point["score"] is not None]
-    series = dict.fromkeys(point["series"] for point in points if point["name"] != "ar")
-    figure = _figure(10 if scored else 5.6, 4.2)
+    series = dict.fromkeys(point["series"] for point in points if point["series"] != "ar")
+    crowd = len(series) > 6
+    figure = _figure((1.4 if crowd else 1) * (10 if scored else 5.6), 6.4 if crowd else 4.2)
     panels = figure.subplots(1, 2 if scored else 1, squeeze=False)[0]
     if scored:
         _curves(panels[0], scored, series, "score")
-        panels[0].set_ylabel("scene score, 95 % interval")
+        panels[0].set_ylabel("scene score" if crowd else "scene score, 95 % interval")
     _curves(panels[-1], points, series, "nll")
     panels[-1].set_ylabel("NLL, nats a token")
     _legend(figure, panels[-1])
@@ -98,27 +100,26 @@ def speed_fidelity(points: Sequence[Mapping], path: Path | str) -> None:
 
 def _curves(axes: Axes, points: Sequence[Mapping], series: Sequence[str], key: str) -> None:
     for point in points:
-        if point["name"] == "ar":
-            axes.axhline(point[key], color=GREY, linewidth=1.2, linestyle="--", label="AR")
+        if point["series"] == "ar":
+            axes.axhline(point[key], color=GREY, linewidth=1.2, linestyle="--", label="ar")
             if key == "score":
                 axes.axhspan(point["low"], point["high"], color=GREY, alpha=0.15, linewidth=0)
     for i, (name, colour, marker) in enumerate(zip(series, cycle(COLOURS), cycle(MARKERS), strict=False)):
-        members = [point for point in points if point["series"] == name and point["name"] != "ar"]
-        members.sort(key=lambda point: point["speedup"])
+        members = sorted((point for point in points if point["series"] == name), key=lambda point: point["speedup"])
         x, y = ([point[k] for point in members] for k in ("speedup", key))
         error = None
-        if key == "score":
+        if key == "score" and len(series) <= 6:  # of more, the bars hide the points; the band's width tells
             error = np.abs([[point[end] - point[key] for point in members] for end in ("low", "high")])
-        style = {"color": colour, "marker": marker, "markersize": 5, "capsize": 2, "elinewidth": 0.9}
+        style = {"color": colour, "marker": marker, "markersize": 5, "capsize": 2, "linewidth": 1.2, "elinewidth": 0.9}
         axes.errorbar(x, y, error, label=name, **style)
-        # Scores fall to the right, NLL rises: names go beside the curve, a second series' on the better side.
+        # Scores fall to the right, NLL rises: labels go beside the curve, a second series' on the better side.
         left = i % 2 == 0
         up = left == (key == "nll")
         for point, at in zip(members, zip(x, y, strict=True), strict=True):
             text = axes.annotate(
-                point["name"],
+                point["label"],
                 at,
-                (-6 if left else 6, 6 if up else -6),
+                (-5 if left else 5, 4 if up else -4),
                 textcoords="offset points",
                 ha="right" if left else "left",
                 va="bottom" if up else "top",
@@ -126,7 +127,7 @@ def _curves(axes: Axes, points: Sequence[Mapping], series: Sequence[str], key: s
                 color=colour,
             )
             text.set_path_effects([withStroke(linewidth=2, foreground="white")])
-    axes.margins(x=0.12, y=0.12)
+    axes.margins(x=0.08, y=0.08)
     axes.set_xlabel("step speed-up over AR")
     _frame(axes)
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from ssd_train import config
 from ssd_train.config import Space
 from ssd_train.decoding.engine import Decoder
 from ssd_train.run import Run
+from ssd_train.stages.decode import curves
 
 config.register()
 ROOT = Path(__file__).parents[1]
@@ -319,6 +321,17 @@ def test_a_run_goes_from_prompts_to_a_report(main, micro_experiment, tmp_path):
     before = [path.stat().st_mtime_ns for path in made]
     assert main(*arguments) is None
     assert [path.stat().st_mtime_ns for path in made] == before
+
+
+def test_a_decoder_and_its_variations_are_one_curve():
+    decoders = {"ar": {}, "ssd": {"schedule": {"rounds": 2}}, "csd": {"rule": {"threshold": 0.65, "strength": 0.5}}}
+    vary = ["ssd.schedule.rounds=0,1", "csd.rule.threshold=0.2", "csd.rule.strength=1.5"]
+    run = SimpleNamespace(cfg=OmegaConf.create({"decoder": decoders, "decode": {"vary": vary}}))
+    csd = "csd (threshold, strength)"
+    assert curves(run) == [
+        ("ar", ""), ("ssd (rounds)", "2"), (csd, "0.65, 0.5"), ("ssd (rounds)", "0"), ("ssd (rounds)", "1"),
+        (csd, "0.2, 0.5"), (csd, "0.65, 1.5"),
+    ]  # fmt: skip
 
 
 def test_a_sweep_has_a_folder_a_run_and_one_cache(main, micro_experiment, tmp_path):

@@ -124,11 +124,11 @@ def test_acceptance_bars_of_uneven_decoders_and_of_none(tmp_path):
 
 def points(score=0.8):
     scores = {"score": score, "low": score and score - 0.05, "high": score and score + 0.05}
-    ar = {"name": "ar", "series": "ar", "speedup": 1.0, "nll": 3.2} | scores
+    ar = {"series": "ar", "label": "", "speedup": 1.0, "nll": 3.2} | scores
     ssd = [
-        {"name": f"r = {r}", "series": "ssd", "speedup": 8.0 - r, "nll": 4 - r / 4} | scores for r in range(4)
+        {"label": f"{r}", "series": "ssd", "speedup": 8.0 - r, "nll": 4 - r / 4} | scores for r in range(4)
     ]
-    return [ar, *ssd, ssd[1] | {"name": "w = 16", "series": "sjd", "speedup": 2.0}]
+    return [ar, *ssd, ssd[1] | {"label": "", "series": "sjd", "speedup": 2.0}]
 
 
 def test_speed_fidelity_has_one_panel_more_with_scores(tmp_path):

@@ -266,10 +266,27 @@ def _draw(run: Run, directory: Path, entries: dict, pictures: dict, captions: li
         plots.acceptance_bars(drafting, directory / "acceptance.png")
     if "ar" in entries and len(entries) > 1:
         points = []
-        for name, entry in entries.items():
+        for entry, (series, label) in zip(entries.values(), curves(run), strict=True):
             score, low, high = entry.scene_score or (None, None, None)
             points.append({
-                "name": name, "series": name.split(" ")[0], "speedup": entries["ar"].passes / entry.passes,
+                "series": series, "label": label, "speedup": entries["ar"].passes / entry.passes,
                 "score": score, "low": low, "high": high, "nll": entry.nll,
             })  # fmt: skip
         plots.speed_fidelity(points, directory / "speed_fidelity.png")
+
+
+def curves(run: Run) -> list[tuple[str, str]]:
+    """(curve, label on it) of each decoder in a figure: a decoder and its variations are a curve, labelled by what
+    varies."""
+    dials: dict[str, list[str]] = {}
+    for variation in run.cfg.decode.vary:
+        name, setting = variation.split("=", 1)[0].split(".", 1)
+        dials.setdefault(name, []).append(setting)
+    found = []
+    for name, node in decoder_nodes(run).items():
+        family = name.split(" ")[0]
+        settings = dials.get(family, [])
+        short = [setting.rsplit(".", 1)[-1] for setting in settings]
+        values = [str(OmegaConf.select(node, setting)) for setting in settings]
+        found.append((f"{family} ({', '.join(short)})" if short else family, ", ".join(values)))
+    return found
