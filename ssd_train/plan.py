@@ -269,8 +269,10 @@ def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: boo
     if cfg.head.ema is not None:
         optimiser += 4 * parameters // (world if sharded else 1)
     batch = 2 * images * s.grid.size * s.width * 4
-    kept = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision, cfg.head.unroll)
-    return s.weights + 4 * s.output + optimiser + batch + kept
+    step = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision, cfg.head.unroll)
+    if "mixed" in cfg.train.precision:  # there the optimiser is not fused: it makes one more number a weight
+        step = max(step, 4 * parameters // (world if sharded else 1))
+    return s.weights + 4 * s.output + optimiser + batch + step
 
 
 def host(cfg: Config, s: Sizes) -> dict[str, int]:
@@ -482,12 +484,16 @@ def _verdict(entry: dict, weights_fit: bool) -> str:
 
 
 def _size(n: int) -> str:
-    return f"{n / GB:,.{1 if n < 100 * GB else 0}f} GB" if n >= GB else f"{n / 1e6:,.0f} MB"
+    if n >= GB:
+        return f"{n / GB:,.{1 if n < 100 * GB else 0}f} GB"
+    return f"{n / 1e6:,.0f} MB" if n >= 1e6 else f"{n / 1e3:,.0f} kB"
 
 
 def _time(hours: float | None) -> str:
     if hours is None:
         return "-"
+    if hours < 1 / 3600:
+        return "< 1 s"
     return f"{hours:,.{hours < 10:d}f} h" if hours >= 1 else f"{60 * hours:.2g} min"
 
 

@@ -41,6 +41,7 @@ def janus_config(vocabulary: int, grid: tuple[int, int], width: int = 16, layers
         num_attention_heads=1,
         image_size=2 * side,
         patch_size=2,
+        num_image_tokens=side**2,
         mlp_ratio=1.0,
         projection_dim=width,
         depth=1,

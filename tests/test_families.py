@@ -26,7 +26,9 @@ from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling
 from ssd_train.metrics import negative_log_likelihood
+from ssd_train.module import HeadModule
 from ssd_train.run import Run
+from ssd_train.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,6 +142,46 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path):
         Lumina.load(str(tmp_path / "nowhere"))
 
 
+# -- the wrong folder ---------------------------------------------------------------------------------------------
+
+
+ADAPTERS = {"janus": Janus, "chameleon": Lumina, "emu3": Emu3}
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_a_folder_that_is_no_checkpoint_is_refused(family, tmp_path):
+    with pytest.raises(FileNotFoundError, match=rf"has no config.json; expected a checkpoint of model_type {family}"):
+        ADAPTERS[family].load(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+@pytest.mark.parametrize("other", [*ADAPTERS, "llama"])
+def test_a_checkpoint_of_another_family_is_refused(family, other, tmp_path):
+    """By both that read a config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": other}))
+    stem = {"janus": "janus_pro_7b", "chameleon": "lumina", "emu3": "emu3"}[family]
+    model = composed(f"+model={stem}", f"model.backbone.checkpoint={tmp_path}").model
+    if other == family:
+        assert sketch(model).name == stem
+        return
+    for read in (lambda: ADAPTERS[family].load(str(tmp_path)), lambda: sketch(model)):
+        with pytest.raises(ValueError, match=f"config.json of .* says model_type {other}; expected {family}"):
+            read()
+
+
+def test_a_fork_s_own_name_for_a_family_passes(tmp_path):
+    micro_lumina.save_as_published(micro_lumina.model(), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "chameleon_of_somebody"}))
+    assert Lumina.load(str(tmp_path), resolution=64).width == 16
+
+
+def test_a_lumina_without_a_tokenizer_is_told_where_one_is(tmp_path):
+    micro_lumina.save_as_published(micro_lumina.model(), tmp_path, with_tokenizer=False)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json, .*set model.backbone.tokenizer=Alpha-VLLM/.*-768"):
+        Lumina.load(str(tmp_path), resolution=64)
+
+
 # -- the shipped yamls --------------------------------------------------------------------------------------------
 
 
@@ -178,6 +220,48 @@ def test_a_shipped_yaml_loads_a_checkpoint(model, tmp_path):
     assert run.backbone.dtype is torch.bfloat16
     assert str(run.backbone.device) == "cpu"
     assert run.backbone.encode_prompts(["a dog"]).ids.shape[:2] == (2, 1)
+
+
+@pytest.mark.parametrize("model", SHIPPED)
+def test_a_shipped_yaml_trains_in_mixed_precision(model):
+    assert composed(f"+model={model}").train.precision == "bf16-mixed"
+    assert composed(f"+model={model}", "train.precision=32-true").train.precision == "32-true"
+
+
+def test_other_models_train_in_float32():
+    assert composed("+model=tiny").train.precision == "32-true"
+
+
+@pytest.mark.filterwarnings("ignore:.*(exists and is not empty|does not have many|LeafSpec|Cannot dispatch to fused)")
+@pytest.mark.parametrize("family", GRIDS)
+def test_the_recipe_s_numbers_train_and_resume(family, tmp_path, monkeypatch):
+    """A bfloat16 backbone, heads in mixed precision: cut off at step 3, and on to the weights of an unbroken run."""
+
+    def make(output):
+        return Run(composed(
+            f"+experiment=smoke_{family}", "model.backbone.dtype=bfloat16", "train.precision=bf16-mixed",
+            "train.checkpoint_every=1", f"cache.dir={tmp_path}/cache", f"output={tmp_path}/{output}",
+        ))  # fmt: skip
+
+    whole, broken = make("whole"), make("broken")
+    STAGES["cache"].run(whole)
+    STAGES["train"].run(whole)
+    step = HeadModule.training_step
+
+    def failing(self, batch, batch_idx):
+        if self.global_step == 3:
+            raise KeyError
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(HeadModule, "training_step", failing)
+    with pytest.raises(KeyError):
+        STAGES["train"].run(broken)
+    monkeypatch.setattr(HeadModule, "training_step", step)
+    STAGES["train"].run(make("broken"))
+    a, b = (torch.load(run.checkpoint, weights_only=True) for run in (whole, broken))
+    assert a["global_step"] == b["global_step"] == 5
+    assert all(torch.equal(b["state_dict"][key], tensor) for key, tensor in a["state_dict"].items())
+    assert {tensor.dtype for tensor in a["state_dict"].values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("model", SHIPPED)

@@ -85,6 +85,7 @@ def test_what_a_card_holds():
 
 def test_the_optimiser_is_shared_by_fsdp_and_copied_by_ddp():
     cfg, s = sizes("janus_pro_7b")
+    cfg.train.precision = "32-true"
     parameters = 10 * (8 * 4096**2 + 4096)
     one, ddp, fsdp = (
         plan.train_stage(cfg, s, 8, world, sharded) for world, sharded in ((1, False), (4, False), (4, True))
@@ -439,6 +440,33 @@ def test_training_takes_what_is_said(settings, loss, precision, monkeypatch):
     gradients = 4 * sum(p.numel() for p in module.heads.parameters())
     estimate = plan.activations(s, module.heads.spec, 4, dict(cfg.head.loss), precision, cfg.head.unroll) + gradients
     close(estimate, peak.bytes)
+
+
+def test_an_optimiser_that_is_not_fused_takes_what_is_said():
+    """As in mixed precision, on a GPU: a number a weight more than it keeps, at once for all of them."""
+    weights = [torch.nn.Parameter(torch.randn(100, 50)) for _ in range(10)]
+    optimiser = torch.optim.AdamW(weights, fused=False, foreach=True)
+    for _ in range(2):  # the first makes the moments
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        with Peak() as peak:
+            optimiser.step()
+    close(4 * sum(weight.numel() for weight in weights), peak.bytes)
+
+
+def test_mixed_precision_counts_in_the_plan():
+    cfg, s = sizes("janus_pro_7b")
+    parameters = 10 * (8 * 4096**2 + 4096)
+    mixed, more = plan.train_stage(cfg, s, 1), plan.train_stage(cfg, s, 64)
+    cfg.train.precision = "32-true"
+    assert more < plan.train_stage(cfg, s, 64)  # z and the hidden tensors are half as large
+    kept = 2 * s.grid.size * s.width * 4 + 4 * s.output + s.weights
+    assert mixed == kept + (plan.ADAM + 4) * parameters  # of one image, what the optimiser makes is more than the rest
+
+
+def test_small_numbers_can_be_read():
+    assert [plan._size(n) for n in (1234, 56_789_000, 2_340_000_000)] == ["1 kB", "57 MB", "2.3 GB"]
+    assert [plan._time(hours) for hours in (None, 1e-6, 0.5, 2.04, 12.3)] == ["-", "< 1 s", "30 min", "2.0 h", "12 h"]
 
 
 def test_the_yardstick_measures_peaks():

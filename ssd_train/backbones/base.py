@@ -69,6 +69,8 @@ class Backbone(nn.Module, ABC):
     end-of-line token. They implement prompts and pixels.
     """
 
+    model_type: str | None = None  # what a checkpoint's config.json says, if a subclass wants that checked
+
     def __init__(
         self,
         *,

@@ -9,7 +9,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ATTENTION = ("sdpa", "eager")  # flash attention would ignore the KV cache's masks
@@ -40,6 +40,36 @@ def local_folder(checkpoint: str, revision: str | None = None) -> Path:
             "(HF_HOME) here, or copy the files and set model.backbone.checkpoint=DIRECTORY. "
             f"The hub's own message: {error}"
         ) from error
+
+
+def family_folder(checkpoint: str, revision: str | None, model_type: str) -> Path:
+    """:func:`local_folder`, whose config.json must be this family's. Raises FileNotFoundError or ValueError if not."""
+    folder = local_folder(checkpoint, revision)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; expected a checkpoint of model_type {model_type}")
+    require_family(json.loads(file.read_text()), model_type, checkpoint)
+    return folder
+
+
+def require_family(settings: Mapping, model_type: str, source: str) -> None:
+    """``settings`` is a config.json, of ``source``. Raises ValueError if it is another of transformers' families, whose
+    settings would be taken for ours as far as they go. A fork's name for its own passes, and so does none."""
+    found = settings.get("model_type", model_type)
+    if found != model_type and found in CONFIG_MAPPING:
+        raise ValueError(f"the config.json of {source} says model_type {found}; expected {model_type}")
+
+
+def fast_tokenizer(
+    checkpoint: str | Path, revision: str | None = None, mend: str = "copy it there"
+) -> PreTrainedTokenizerFast:
+    """A checkpoint's tokenizer.json. Raises FileNotFoundError with the ``mend`` if there is none.
+
+    Not AutoTokenizer: where the files say Llama, that class in some releases of transformers drops all spaces."""
+    folder = local_folder(str(checkpoint), revision)
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json, which prompts need; {mend}")
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def read_tensors(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Tensor]:

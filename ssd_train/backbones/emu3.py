@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerBase
 
 from ssd_train.backbones.base import PromptBatch
-from ssd_train.backbones.checkpoints import local_folder, numerics, require_complete
+from ssd_train.backbones.checkpoints import family_folder, numerics, require_complete
 from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
 from ssd_train.backbones.sketches import byte_tokenizer, emu3_names, random_model
 from ssd_train.grid import Grid
@@ -27,6 +27,8 @@ def image_grid(ratio: str, area: int = AREA, pixels_a_token: int = 8) -> Grid:
     """The grid of an aspect ratio "width:height" at an area in pixels: 90x90 for 1:1, 68x120 for 16:9."""
     if ratio not in RATIOS:
         raise ValueError(f"Emu3 has no ratio {ratio!r} (width:height); expected one of {', '.join(RATIOS)}")
+    if area < 1:
+        raise ValueError(f"Emu3's area is {area} pixels; expected {AREA}, as published, or another of 1 or more")
     width, height = map(int, ratio.split(":"))
     scale = (area / (width * height)) ** 0.5 / pixels_a_token
     return Grid(round(height * scale), round(width * scale), end_of_line=True)
@@ -38,6 +40,8 @@ class Emu3(SharedVocabulary):
     Both contexts end with begin-of-image, the grid's size as text and begin-of-tokens; the unconditional one has
     the negative prompt in place of the text.
     """
+
+    model_type = Emu3Config.model_type
 
     def __init__(
         self,
@@ -62,6 +66,12 @@ class Emu3(SharedVocabulary):
         for token in (tokenizer.bos_token, BEGIN_OF_IMAGE, BEGIN_OF_TOKENS):
             if token is None or len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1:
                 raise ValueError(f"{name}: {token!r} is not one token of this tokenizer; expected Emu3-Gen-hf's")
+        positions = self.decoder.config.max_position_embeddings
+        if self.grid.sequence_length >= positions:  # it would draw on, at positions it has never seen
+            raise ValueError(
+                f"{name} has no area of {area} pixels: at {ratio} these are {self.grid.sequence_length} tokens, and it "
+                f"knows {positions} positions, the prompt's included; lower model.backbone.area (published: {AREA})"
+            )
         self.tokenizer = tokenizer
         self.quality, self.negative = quality, negative
 
@@ -82,7 +92,7 @@ class Emu3(SharedVocabulary):
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error."""
         image_grid(ratio, area)  # before minutes of loading
         how = numerics(dtype, attention)
-        folder = local_folder(checkpoint, revision)
+        folder = family_folder(checkpoint, revision, cls.model_type)
         words = AutoTokenizer.from_pretrained(folder)
         model, report = Emu3ForConditionalGeneration.from_pretrained(
             folder,

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.backbones.checkpoints import local_folder, numerics, require_complete
+from ssd_train.backbones.checkpoints import family_folder, fast_tokenizer, numerics, require_complete
 from ssd_train.backbones.sketches import byte_tokenizer, random_model
 from ssd_train.grid import Grid
 
@@ -21,6 +21,8 @@ class Janus(Backbone):
     these pads are attended, as transformers' own ``generate`` does it.
     """
 
+    model_type = JanusConfig.model_type
+
     def __init__(
         self,
         model: JanusForConditionalGeneration,
@@ -30,8 +32,8 @@ class Janus(Backbone):
         grid: Sequence[int] | None = None,
         prompt: str = PROMPT,
     ):
-        """``grid`` (height, width) defaults to the square one that the checkpoint was tuned for."""
-        height, width = grid or _square(model.config)
+        """``grid`` (height, width) defaults to the one that the checkpoint was tuned for."""
+        height, width = grid or _grid(model.config)
         vision = model.model
         super().__init__(
             name=name,
@@ -67,12 +69,11 @@ class Janus(Backbone):
         """Loads a local directory or a hub id; strict: a missing or unexpected tensor is an error, and so is a ``grid``
         that is not the one the checkpoint was tuned for."""
         how = numerics(dtype, attention)
-        folder = local_folder(checkpoint, revision)
-        own = _square(JanusConfig.from_pretrained(folder))
+        folder = family_folder(checkpoint, revision, cls.model_type)
+        own = _grid(JanusConfig.from_pretrained(folder))
         if grid is not None and list(grid) != own:
             raise ValueError(f"{name} has no grid {list(grid)} (height, width); expected {own}, or null for it")
-        # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer = fast_tokenizer(folder)
         generation = GenerationConfig.from_pretrained(folder)
         model, report = JanusForConditionalGeneration.from_pretrained(
             folder,
@@ -125,8 +126,11 @@ class Janus(Backbone):
         return self.model.model.generation_head(hidden[:, prompts.ids.shape[-1] - 1 :])
 
 
-def _square(config: JanusConfig) -> list[int]:
-    return [config.vision_config.image_size // config.vision_config.patch_size] * 2
+def _grid(config: JanusConfig) -> list[int]:
+    """As high as the images that it understands, and as wide as the tokens that ``generate`` draws allow."""
+    vision = config.vision_config
+    height = vision.image_size // vision.patch_size
+    return [height, vision.num_image_tokens // height]
 
 
 @torch.no_grad()

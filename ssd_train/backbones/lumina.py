@@ -8,13 +8,14 @@ from transformers import ChameleonConfig, ChameleonForConditionalGeneration, Pre
 
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.backbones.chameleon_pixels import MISSING, ChameleonPixels
-from ssd_train.backbones.checkpoints import fill, local_folder, numerics, per_head_norms, read_tensors
+from ssd_train.backbones.checkpoints import family_folder, fast_tokenizer, fill, numerics, per_head_norms, read_tensors
 from ssd_train.backbones.shared_vocabulary import SharedVocabulary, to_uint8
 from ssd_train.backbones.sketches import byte_tokenizer, chameleon_names, random_model
 from ssd_train.grid import Grid
 
 PROMPT = "Generate an image of {width}x{height} according to the following prompt:\n{text}"
 BOS, SEPARATOR, BEGIN_OF_IMAGE, END_OF_LINE = "<s>", "<reserved08706>", "<racm3:break>", "<reserved08799>"
+NO_TOKENIZER = "set model.backbone.tokenizer=Alpha-VLLM/Lumina-mGPT-7B-768, or a directory with its tokenizer"
 PATCH = 32  # the unit, in pixels, that image sizes are told in; two tokens
 
 
@@ -44,6 +45,8 @@ class Lumina(SharedVocabulary):
     Both contexts end with begin-of-image and the size, which the model is not left to choose; the
     unconditional one is nothing else, and starts at position 0.
     """
+
+    model_type = ChameleonConfig.model_type
 
     def __init__(
         self,
@@ -93,12 +96,9 @@ class Lumina(SharedVocabulary):
         """
         _checked_size(name, resolution, size)
         how = numerics(dtype, attention)
-        folder = local_folder(checkpoint, revision)
+        folder = family_folder(checkpoint, revision, cls.model_type)
         config = ChameleonConfig.from_pretrained(folder)
-        # Not AutoTokenizer: the files say Llama, whose class in some releases of transformers drops all spaces.
-        words = PreTrainedTokenizerFast.from_pretrained(
-            local_folder(tokenizer, tokenizer_revision) if tokenizer else folder
-        )
+        words = fast_tokenizer(tokenizer or folder, tokenizer_revision, NO_TOKENIZER)
         pixels = ChameleonPixels.load(vqgan, config.vq_config).to(device) if vqgan else None
         tensors = per_head_norms(read_tensors(folder, how["dtype"], device), config)
         with torch.device("meta"):

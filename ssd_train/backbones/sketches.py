@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from ssd_train.backbones.checkpoints import numerics
+from ssd_train.backbones.checkpoints import numerics, require_family
 
 if TYPE_CHECKING:
     from ssd_train.backbones.base import Backbone
@@ -42,6 +42,8 @@ def sketch(model: DictConfig, device: str = "meta") -> "Backbone":
     checkpoint = settings.get("checkpoint")
     if checkpoint and (config := Path(checkpoint, "config.json")).is_file():
         settings["architecture"] = json.loads(config.read_text())
+        if expected := getattr(adapter, "model_type", None):
+            require_family(settings["architecture"], expected, checkpoint)
     elif model.get("architecture"):
         settings["architecture"] = OmegaConf.to_container(model.architecture, resolve=True)
     elif "architecture" not in settings:

@@ -6,10 +6,13 @@ import micro_emu3
 import oracle
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3Processor
 
+from ssd_train import config
 from ssd_train.backbones.emu3 import NEGATIVE, QUALITY, Emu3, image_grid
+from ssd_train.backbones.sketches import sketch
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling
@@ -71,6 +74,17 @@ def test_aspect_ratios(ratio, height, width):
 def test_an_unknown_ratio_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"no ratio '5:1' .*expected one of 1:1, 4:3, .*9:16"):
         micro_emu3.emu3(ratio="5:1")
+
+
+@pytest.mark.parametrize("area, message", [
+    (720 * 1280, r"no area of 921600 pixels: at 16:9 these are 14490 tokens, and it knows 9216 positions"),
+    (0, "Emu3's area is 0 pixels"), (-5, "Emu3's area is -5 pixels"),
+])  # fmt: skip
+def test_an_area_that_the_model_has_no_positions_for_is_refused(area, message):
+    model = OmegaConf.load(config.conf_dir() / "model" / "emu3.yaml")
+    model.backbone.update(ratio="16:9", area=area)
+    with pytest.raises(ValueError, match=message):
+        sketch(model)
 
 
 def test_another_tokenizer_is_refused():
