@@ -14,6 +14,7 @@ from ssd_train.decoding.rules.constant import Amplify
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.jacobi import JacobiWindow
+from ssd_train.decoding.schedules.parallel_jacobi import ParallelJacobi
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.decoding.schedules.wave import Wave
 from ssd_train.distributions import Sampling, guided_probabilities
@@ -112,6 +113,45 @@ def test_a_window_drafts_only_from_what_has_been_judged(length):
         assert passes <= grid.size if share < 1 else passes < grid.size / 2
 
 
+@pytest.mark.parametrize("length, lag", [(2, 1), (3, 1), (3, 2), (16, 2), (16, 8)])
+def test_parallel_windows_copy_only_what_is_there(length, lag):
+    """Whatever is accepted, and where: drafts are copied from tokens of earlier passes, and at the end every position
+    has one. A row that is accepted faster than the one above it catches up with it, but does not overtake."""
+    grid, chance = Grid(5, 11), random.Random(0)
+    for _ in range(50):
+        there = {0}
+        luck = iter(lambda: chance.random() < chance.choice((0, 0.5, 1)), None)
+        for step in rehearse(ParallelJacobi(length, lag), grid, lambda luck=luck: next(luck)):
+            assert there.issuperset(source for _, source in step.draft)
+            there.update(position for position, _ in step.draft)
+            assert there.issuperset(step.feed)
+            there.update(step.judge)
+        assert there == set(range(grid.size))
+
+
+def test_a_wave_that_settles_takes_fewer_passes():
+    """The bounds: one pass a chunk and row less than the rounds where all is accepted, none less where nothing is."""
+    grid = Grid(6, 11)
+    settle = [Wave(4, stagger, until_settled=True) for stagger in (1, 2, 4)]
+    for schedule, rounds in zip(settle, (Wave(4, 1), Wave(4, 2), Wave(4, 4)), strict=True):
+        assert count_passes(schedule, grid) == count_passes(rounds, grid)
+        accepted = [step for step in rehearse(schedule, grid, lambda: True) if step.feed]
+        # N1 is 2 ceil((w - 1) / 5) + 1, the prompt's pass not in the list; then a row a pass.
+        assert len(accepted) == 2 * 2 + grid.height - 1
+
+
+def test_a_settled_row_of_a_wave_has_final_cache_entries(backbone, heads):
+    """All but the last row's states are the teacher-forced ones, whatever was accepted when: every token was fed, at
+    last, behind final ones."""
+    prompts, seeds = micro.prompts(6), range(6)
+    for rounds, stagger, threshold in (2, 1, None), (3, 2, None), (3, 1, 0.3), (None, 1, None), (None, 1, 0.5):
+        schedule = Wave(rounds, stagger, threshold, until_settled=True)
+        decoded = Decoder(schedule, HeadDrafter(), Strict()).bind(backbone, heads)(backbone, prompts, seeds, SAMPLING)
+        forced = backbone.teacher_force(prompts, decoded.tokens.flatten(1))
+        settled = backbone.grid.row(backbone.grid.height - 1).start
+        assert torch.allclose(decoded.hidden[:, :, :settled], forced[:, :, :settled], atol=1e-12)
+
+
 BATCHED = {
     "ar": lambda: Decoder(Autoregressive()),
     "ssd, r = 0": lambda: ssd(rounds=0),
@@ -119,6 +159,9 @@ BATCHED = {
     "ssd, until settled": lambda: ssd(rounds=None, first_row_rounds=None, until_settled=True),
     "ssd, staged": lambda: ssd(rounds=3, rows_per_block=2, staged_rounds=1, until_settled=True),
     "ssd, waves": lambda: Decoder(Wave(3, 1, threshold=0.5), HeadDrafter(revise=True), Strict()),
+    "ssd, waves, until settled": lambda: Decoder(
+        Wave(None, 1, first_row_rounds=None, until_settled=True), HeadDrafter(revise=True), Strict()
+    ),
     "window": lambda: Decoder(window(), HeadDrafter(revise=True), Strict()),
     "window, common noise": lambda: Decoder(window(), HeadDrafter(revise=True), common_noise=True),
 }
@@ -162,12 +205,16 @@ def test_greedy_settles_on_greedy_ar(backbone, heads):
     assert torch.equal(settled(backbone, prompts, range(4), greedy).tokens, expected.tokens)
 
 
-def test_settling_changes_nothing_but_the_passes(backbone, heads):
+@pytest.mark.parametrize("schedule", [Rows, Wave], ids=["rows", "merged"])
+def test_settling_changes_nothing_but_the_passes(backbone, heads, schedule):
     """Leaving a row after a round without re-draws gives the very tokens of running all rounds."""
     prompts, seeds = micro.prompts(6), range(6)
-    everything = dict(rounds=5, first_row_rounds=5)
-    full = ssd(**everything).bind(backbone, heads)(backbone, prompts, seeds, SAMPLING)
-    settled = ssd(**everything, until_settled=True).bind(backbone, heads)(backbone, prompts, seeds, SAMPLING)
+    full, settled = (
+        Decoder(schedule(rounds=6, first_row_rounds=5, until_settled=stop), HeadDrafter(), Strict()).bind(
+            backbone, heads
+        )(backbone, prompts, seeds, SAMPLING)
+        for stop in (False, True)
+    )
     assert torch.equal(full.tokens, settled.tokens)
     assert max(settled.trace.passes) < full.trace.passes[0]
 
@@ -180,8 +227,10 @@ def test_settling_changes_nothing_but_the_passes(backbone, heads):
         window(coupled=False),
         Rows(rounds=None, first_row_rounds=None, until_settled=True),
         Rows(rounds=5, first_row_rounds=5),
+        Wave(rounds=None, stagger=1, first_row_rounds=None, until_settled=True),
+        Wave(rounds=None, stagger=2, threshold=0.3, first_row_rounds=None, until_settled=True),
     ],
-    ids=["window", "fresh window", "until settled", "all rounds"],
+    ids=["window", "fresh window", "until settled", "all rounds", "wave", "adaptive wave"],
 )
 def test_common_noise_gives_the_image_of_ar(backbone, heads, schedule, drafter):
     """Bit for bit: the fixed point of the re-draws is what token by token gives with the same noise."""
@@ -315,8 +364,8 @@ def test_wide_heads_see_in_decoding_what_they_saw_in_training(backbone):
     seen = {}
 
     class Spy(HeadDrafter):
-        def _inputs(self, state, tokens, sample, position, context):
-            z = super()._inputs(state, tokens, sample, position, context)
+        def _inputs(self, state, sample, position, context):
+            z = super()._inputs(state, sample, position, context)
             if context > 1:
                 seen.update(zip(position.tolist(), z.unbind(1), strict=True))
             return z

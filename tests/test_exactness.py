@@ -134,6 +134,9 @@ EXACT = {
     "ssd, until settled, revised drafts": lambda: Decoder(
         Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(revise=True), Strict()
     ),
+    "ssd, wave until settled, revised drafts": lambda: Decoder(
+        Wave(None, 1, chunk=2, first_row_rounds=None, until_settled=True), WideHeads(revise=True), Strict()
+    ),
     "ar, common noise": lambda: Decoder(Autoregressive(), common_noise=True),
     "ssd, coupled window, revised drafts, common noise": lambda: Decoder(
         head_window(), HeadDrafter(revise=True), common_noise=True

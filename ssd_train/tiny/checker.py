@@ -69,7 +69,7 @@ def _components(mask: np.ndarray) -> np.ndarray:
 
 
 def _fit(mask: np.ndarray) -> Found:
-    """The shape that overlaps a component bool [64,64] best; its colour is yet to be filled in."""
+    """The shape that overlaps a component bool [64,width] best; its colour is yet to be filled in."""
     area = mask.sum()
     y, x = (c.mean() + 0.5 for c in np.nonzero(mask))
     best = Found(None, "", x, y, 0.0)
@@ -77,7 +77,7 @@ def _fit(mask: np.ndarray) -> Found:
         r = (area / _AREA[shape]) ** 0.5
         for dx, dy, scale in _REFINE:
             cx, cy = float(x + dx), float(y + dy - _DROP[shape] * r)
-            inside = signed_distance(shape, cx, cy, r * scale) < 0
+            inside = signed_distance(shape, cx, cy, r * scale, mask.shape[1]) < 0
             overlap = (inside & mask).sum() / (inside | mask).sum()
             if overlap > best.overlap:
                 best = Found(shape, "", cx, cy, float(overlap))
@@ -85,7 +85,7 @@ def _fit(mask: np.ndarray) -> Found:
 
 
 def find_objects(images: np.ndarray) -> list[list[Found]]:
-    """The objects of each image of uint8 [B,64,64,3]."""
+    """The objects of each image of uint8 [B,64,width,3]."""
     pixels = images.astype(np.float64)
     saturated = np.ptp(pixels, axis=-1) > MIN_CHROMA
     hue = (_directions(pixels) @ _HUES.T).argmax(-1)
@@ -125,13 +125,13 @@ def satisfies(found: list[Found], requirement: Requirement) -> bool:
 
 
 def check_batch(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
-    """bool [B]: whether each image of uint8 [B,64,64,3] shows what its caption says."""
+    """bool [B]: whether each image of uint8 [B,64,width,3] shows what its caption says."""
     requirements = [parse_caption(c) for c in captions]
     return np.array([satisfies(f, r) for f, r in zip(find_objects(images), requirements, strict=True)], bool)
 
 
 def check(image: np.ndarray, caption: str) -> bool:
-    """Whether one image, uint8 [64,64,3], shows what its caption says."""
+    """Whether one image, uint8 [64,width,3], shows what its caption says."""
     return bool(check_batch(image[None], [caption])[0])
 
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 
 from .checker import score
-from .scenes import CATEGORIES, render, sample_scene
-from .train import evaluate, make_batch, sample_and_score, save_grid, token_losses
+from .scenes import CATEGORIES, PATCH, render, sample_scene
+from .train import columns_of, evaluate, make_batch, sample_and_score, save_grid, token_losses
 from .train_vq import decode, encode
 from .train_vq import evaluate as evaluate_vq
 
@@ -27,9 +27,9 @@ def measure(
 ) -> dict:
     """The figures of `folder`'s README; n is the number of images behind each."""
     model = JanusForConditionalGeneration.from_pretrained(folder).eval()
-    tokenizer, vq = AutoTokenizer.from_pretrained(folder), model.model.vqmodel
+    tokenizer, vq, columns = AutoTokenizer.from_pretrained(folder), model.model.vqmodel, columns_of(model)
     rng = np.random.default_rng(seed)
-    scenes = [sample_scene(rng, CATEGORIES[i % len(CATEGORIES)]) for i in range(n)]
+    scenes = [sample_scene(rng, CATEGORIES[i % len(CATEGORIES)], width=columns * PATCH) for i in range(n)]
     images, captions = np.stack([render(s, rng) for s in scenes]), [s.caption for s in scenes]
     # Moved on by one, every caption meets an image of another category.
     swapped = captions[1:] + captions[:1]
@@ -43,7 +43,10 @@ def measure(
             "swapped_captions": score(images, swapped)["overall"],
         },
         "nats_per_token": evaluate(
-            token_losses, model, tokenizer, [make_batch(rng, vq, tokenizer, 32) for _ in range(-(-n // 32))]
+            token_losses,
+            model,
+            tokenizer,
+            [make_batch(rng, vq, tokenizer, 32, columns=columns) for _ in range(-(-n // 32))],
         ),
         "score": {},
     }

@@ -1,7 +1,7 @@
 """Captioned scenes of plain shapes on textured backgrounds: grammar, sampling, drawing. Pure numpy.
 
 The six categories follow GenEval. A caption says everything the checker needs: `parse_caption` turns it
-back into a `Requirement`.
+back into a `Requirement`. Images are `SIZE` pixels high and, unless a scene's `width` says otherwise, as wide.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 SIZE = 64  # image side in pixels
 GRID = 16  # image side in tokens
+PATCH = SIZE // GRID  # token side in pixels
 SHAPES = ("circle", "square", "triangle")
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (216, 40, 42),
@@ -26,7 +28,6 @@ RELATIONS = ("left of", "right of", "above", "below")
 CATEGORIES = ("single", "colour", "two", "counting", "position", "attribution")
 
 _ITEM = re.compile(rf"(a|two|three|four) (?:({'|'.join(COLOURS)}) )?({'|'.join(SHAPES)})(s?)")
-_YY, _XX = np.mgrid[0:SIZE, 0:SIZE] + 0.5  # pixel centres, float64 [64,64]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Scene:
     caption: str
     objects: tuple[Object, ...]
     background: Background
+    width: int = SIZE
 
 
 def parse_caption(text: str) -> Requirement:
@@ -143,12 +145,12 @@ def related(relation: str, a: tuple[float, float], b: tuple[float, float], slack
     return along > 10 - slack and along > abs(across) - slack
 
 
-def _place(rng: np.random.Generator, n: int, relation: str | None) -> np.ndarray:
+def _place(rng: np.random.Generator, n: int, relation: str | None, width: int) -> np.ndarray:
     """Centres and radii float64 [n,3] of objects that neither touch nor leave the image."""
     low, high = {1: (10.0, 13.5), 2: (9.5, 12.0), 3: (8.0, 9.5), 4: (7.5, 9.0)}[n]
     while True:
         r = rng.uniform(low, high, n)
-        xy = rng.uniform(1.15 * r + 1, SIZE - 1.15 * r - 1, (2, n))
+        xy = rng.uniform(1.15 * r + 1, np.array([[width], [SIZE]]) - 1.15 * r - 1, (2, n))
         apart = all(
             np.hypot(*(xy[:, i] - xy[:, j])) > 1.2 * (r[i] + r[j]) + 3 for i in range(n) for j in range(i)
         )
@@ -172,9 +174,12 @@ def _sample_background(rng: np.random.Generator) -> Background:
 
 
 def sample_scene(
-    rng: np.random.Generator, category: str | None = None, wanted: Callable[[str], bool] = lambda caption: True
+    rng: np.random.Generator,
+    category: str | None = None,
+    wanted: Callable[[str], bool] = lambda caption: True,
+    width: int = SIZE,
 ) -> Scene:
-    """A scene of `category` (uniformly random when None) with a wanted caption."""
+    """A scene of `category` (uniformly random when None) with a wanted caption, `width` pixels wide."""
     category = category or CATEGORIES[rng.integers(len(CATEGORIES))]
     requirement = _sample_requirement(rng, category)
     while not wanted(requirement.text()):
@@ -183,16 +188,23 @@ def sample_scene(
     # Colours the caption leaves open still differ between objects.
     spare = iter(rng.permutation([c for c in COLOURS if c not in {i.colour for i in requirement.items}]))
     objects = []
-    for item, (x, y, r) in zip(items, _place(rng, len(items), requirement.relation), strict=True):
+    for item, (x, y, r) in zip(items, _place(rng, len(items), requirement.relation, width), strict=True):
         colour = item.colour or str(next(spare))
         rgb = tuple(np.clip(np.array(COLOURS[colour]) + rng.uniform(-10, 10, 3), 0, 255))
         objects.append(Object(item.shape, colour, float(x), float(y), float(r), rgb))
-    return Scene(category, requirement.text(), tuple(objects), _sample_background(rng))
+    return Scene(category, requirement.text(), tuple(objects), _sample_background(rng), width)
 
 
-def signed_distance(shape: str, x: float, y: float, radius: float) -> np.ndarray:
-    """Pixels from each pixel centre to the outline of a shape, negative inside; float64 [64,64]."""
-    dx, dy = _XX - x, _YY - y
+@cache
+def _centres(width: int) -> np.ndarray:
+    """y and x of the pixel centres, float64 [2,64,width]."""
+    return np.mgrid[0:SIZE, 0:width] + 0.5
+
+
+def signed_distance(shape: str, x: float, y: float, radius: float, width: int = SIZE) -> np.ndarray:
+    """Pixels from each pixel centre to the outline of a shape, negative inside; float64 [64,width]."""
+    yy, xx = _centres(width)
+    dx, dy = xx - x, yy - y
     if shape == "circle":
         return np.hypot(dx, dy) - radius
     if shape == "square":
@@ -202,52 +214,54 @@ def signed_distance(shape: str, x: float, y: float, radius: float) -> np.ndarray
     return np.maximum(dy, np.abs(dx) * 0.75**0.5 - 0.5 * dy) - inner
 
 
-def _outline(obj: Object) -> np.ndarray:
-    return signed_distance(obj.shape, obj.x, obj.y, obj.radius)
+def _outline(obj: Object, width: int) -> np.ndarray:
+    return signed_distance(obj.shape, obj.x, obj.y, obj.radius, width)
 
 
 def object_patches(scene: Scene) -> np.ndarray:
-    """bool [16,16]: the token patches that an object overlaps."""
-    inside = np.any([_outline(o) < 0.5 for o in scene.objects], axis=0)
-    return inside.reshape(GRID, SIZE // GRID, GRID, SIZE // GRID).any((1, 3))
+    """bool [16,width/4]: the token patches that an object overlaps."""
+    inside = np.any([_outline(o, scene.width) < 0.5 for o in scene.objects], axis=0)
+    return inside.reshape(GRID, PATCH, scene.width // PATCH, PATCH).any((1, 3))
 
 
-def _clouds(rng: np.random.Generator) -> np.ndarray:
-    """Smooth noise of about unit variance, two octaves, float64 [64,64]."""
-    out = np.zeros((SIZE, SIZE))
-    for cells, weight in ((8, 0.7), (16, 0.7)):
-        knots = rng.standard_normal((cells + 1, cells + 1))
-        at = _YY[:, 0] / SIZE * cells
-        i, f = at.astype(int), at % 1
+def _clouds(rng: np.random.Generator, width: int) -> np.ndarray:
+    """Smooth noise of about unit variance, two octaves, float64 [64,width]."""
+    out = np.zeros((SIZE, width))
+    for size, weight in ((8, 0.7), (4, 0.7)):  # pixels between knots
+        knots = rng.standard_normal((SIZE // size + 1, -(-width // size) + 1))
+        (i, f), (j, g) = ((at.astype(int), at % 1) for at in ((np.arange(n) + 0.5) / size for n in (SIZE, width)))
         rows = knots[i] * (1 - f)[:, None] + knots[i + 1] * f[:, None]
         # Bilinear interpolation shrinks the variance to 4/9 on average.
-        out += weight * 1.5 * (rows[:, i] * (1 - f) + rows[:, i + 1] * f)
+        out += weight * 1.5 * (rows[:, j] * (1 - g) + rows[:, j + 1] * g)
     return out
 
 
-def _draw_background(bg: Background, rng: np.random.Generator, texture: float) -> np.ndarray:
+def _draw_background(bg: Background, rng: np.random.Generator, texture: float, width: int) -> np.ndarray:
+    yy, xx = _centres(width)
     c, s = np.cos(bg.angle), np.sin(bg.angle)
-    ramp = (((_XX - SIZE / 2) * c + (_YY - SIZE / 2) * s) / SIZE + 0.5)[..., None]
+    # The gradient stretches with the width, so that its ends are the same colours; patterns do not.
+    ramp = (((xx - width / 2) * (SIZE / width) * c + (yy - SIZE / 2) * s) / SIZE + 0.5)[..., None]
     image = np.array(bg.start) * (1 - ramp) + np.array(bg.end) * ramp
-    relief = bg.clouds * _clouds(rng)
+    relief = bg.clouds * _clouds(rng, width)
     if bg.pattern == "stripes":
         phase = rng.uniform(0, 2 * np.pi)
-        relief += bg.contrast * np.sin((_XX * s - _YY * c) * 2 * np.pi / bg.period + phase)
+        relief += bg.contrast * np.sin((xx * s - yy * c) * 2 * np.pi / bg.period + phase)
     elif bg.pattern == "patches":
-        cells = int(np.ceil(SIZE / bg.period)) + 1
-        level = rng.uniform(-1, 1, (cells, cells))
+        cells = [int(np.ceil(n / bg.period)) + 1 for n in (SIZE, width)]
+        level = rng.uniform(-1, 1, cells)
         shift = rng.uniform(0, bg.period, 2)
-        y, x = (((at + d) / bg.period).astype(int) % cells for at, d in zip((_YY, _XX), shift, strict=True))
+        y, x = (((at + d) / bg.period).astype(int) % n for at, d, n in zip((yy, xx), shift, cells, strict=True))
         relief += 1.2 * bg.contrast * level[y, x]
     return image + texture * relief[..., None]
 
 
 def render(scene: Scene, rng: np.random.Generator, texture: float = 1.0) -> np.ndarray:
-    """Draw a scene, uint8 [64,64,3]; `texture` scales the background's relief and the grain (0: calm)."""
-    image = _draw_background(scene.background, rng, texture)
+    """Draw a scene, uint8 [64,width,3]; `texture` scales the background's relief and the grain (0: calm)."""
+    yy, xx = _centres(scene.width)
+    image = _draw_background(scene.background, rng, texture, scene.width)
     for obj in scene.objects:
-        light = 1 - 0.16 * ((_XX - obj.x) + (_YY - obj.y)) / (1.4 * obj.radius)
-        alpha = np.clip(0.5 - _outline(obj), 0, 1)[..., None]
+        light = 1 - 0.16 * ((xx - obj.x) + (yy - obj.y)) / (1.4 * obj.radius)
+        alpha = np.clip(0.5 - _outline(obj, scene.width), 0, 1)[..., None]
         image = image * (1 - alpha) + alpha * np.array(obj.rgb) * light[..., None]
-    image += texture * scene.background.grain * rng.standard_normal((SIZE, SIZE, 1))
+    image += texture * scene.background.grain * rng.standard_normal((SIZE, scene.width, 1))
     return np.clip(image + 0.5, 0, 255).astype(np.uint8)

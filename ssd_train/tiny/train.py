@@ -2,6 +2,7 @@
 
     python -m ssd_train.tiny.train --vq runs/vq --out data/tiny --minutes 80
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m ssd_train.tiny.train ...   # shares each batch
+    python -m ssd_train.tiny.train --init data/tiny --columns 32 --out runs/wide ...   # on to a grid twice as wide
 
 Single-threaded processes that meet once a step bear a busy machine far better than threads that meet in
 every operation.
@@ -39,31 +40,34 @@ from transformers import (
 )
 
 from .checker import score
-from .scenes import CATEGORIES, GRID, SIZE, object_patches, render, sample_scene
+from .scenes import CATEGORIES, GRID, PATCH, SIZE, object_patches, render, sample_scene
 from .tokenizer import BOI, PROMPT_LENGTH, build_tokenizer, encode_prompts, unconditional
 from .train_vq import decode, encode, vq_config
 
-TOKENS = GRID * GRID
 # Training draws the harder categories more often; evaluation takes all in turn.
 MIX = dict(zip(CATEGORIES, (1, 1, 2, 2, 3, 2), strict=True))
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, vq: JanusVQVAE, width: int, layers: int, heads: int, ff: int
-) -> JanusForConditionalGeneration:
-    """A fresh backbone around a trained VQ tokenizer; the vision tower is a stub the class demands."""
+    tokenizer: PreTrainedTokenizerFast, vq: JanusVQVAE, width: int, layers: int, heads: int, ff: int,
+    columns: int = GRID,
+) -> JanusForConditionalGeneration:  # fmt: skip
+    """A fresh backbone around a trained VQ tokenizer, for images of `columns` tokens a row; the vision tower is a
+    stub the class demands, and its number of tokens what tells the number of columns."""
+    tokens = GRID * columns
     boi = tokenizer.convert_tokens_to_ids(BOI)
     ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = JanusConfig(
         text_config=LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512,
+            num_attention_heads=heads, num_key_value_heads=heads,
+            max_position_embeddings=max(512, PROMPT_LENGTH + tokens),
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0}, initializer_range=0.04,
             eos_token_id=None, **ids,
         ),
         vision_config=JanusVisionConfig(
             hidden_size=32, num_hidden_layers=1, num_attention_heads=1, mlp_ratio=1.0, image_size=SIZE,
-            patch_size=SIZE // GRID, num_image_tokens=TOKENS, projection_dim=width,
+            patch_size=PATCH, num_image_tokens=tokens, projection_dim=width,
         ),
         vq_config=vq_config(width),
         # Image *inputs* are not trained; their placeholder needs some id that no prompt contains.
@@ -82,10 +86,15 @@ def build_model(
             layer.self_attn.o_proj.weight.mul_((2 * layers) ** -0.5)
             layer.mlp.down_proj.weight.mul_((2 * layers) ** -0.5)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.9, top_k=0, guidance_scale=2.0, max_length=PROMPT_LENGTH + TOKENS,
+        do_sample=True, temperature=0.9, top_k=0, guidance_scale=2.0, max_length=PROMPT_LENGTH + tokens,
         generation_kwargs={"boi_token_id": boi}, **ids,
     )  # fmt: skip
     return model
+
+
+def columns_of(model: JanusForConditionalGeneration) -> int:
+    """Image tokens in a row."""
+    return model.config.vision_config.num_image_tokens // GRID
 
 
 def save(model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -103,7 +112,7 @@ def save(model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFas
 
 @dataclass
 class Batch:
-    """Prompt ids int64 [B,14] and mask bool, image tokens int64 [B,256], object tokens bool [B,256]."""
+    """Prompt ids int64 [B,14] and mask bool, image tokens int64 [B,L], object tokens bool [B,L]."""
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -112,11 +121,13 @@ class Batch:
 
 
 def make_batch(
-    rng: np.random.Generator, vq: JanusVQVAE, tokenizer: PreTrainedTokenizerFast, n: int, calm: float = 0.0
-) -> Batch:
+    rng: np.random.Generator, vq: JanusVQVAE, tokenizer: PreTrainedTokenizerFast, n: int, calm: float = 0.0,
+    columns: int = GRID,
+) -> Batch:  # fmt: skip
     """n fresh scenes over the category mix, a share `calm` of them with a weak background texture."""
     weights = np.array(list(MIX.values()))
-    scenes = [sample_scene(rng, str(c)) for c in rng.choice(list(MIX), n, p=weights / weights.sum())]
+    categories = rng.choice(list(MIX), n, p=weights / weights.sum())
+    scenes = [sample_scene(rng, str(c), width=columns * PATCH) for c in categories]
     images = [render(s, rng, 0.4 * rng.uniform() if rng.uniform() < calm else 1.0) for s in scenes]
     on_object = torch.from_numpy(np.stack([object_patches(s).ravel() for s in scenes]))
     return Batch(
@@ -140,7 +151,7 @@ def token_losses(
     model: JanusForConditionalGeneration, ids: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor,
     position_ids: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Negative log-likelihood in nats, float32 [B,256], of every image token."""
+    """Negative log-likelihood in nats, float32 [B,L], of every image token."""
     prompt = model.get_input_embeddings()(ids)
     image = model.prepare_embeddings_for_image_generation(tokens[:, :-1])
     embeds = torch.cat([prompt, image], 1)
@@ -152,8 +163,8 @@ def token_losses(
 
 
 def batch_losses(fn, model: JanusForConditionalGeneration, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-    """`token_losses` (or its compiled form `fn`) of a batch under the prompts `ids`; float32 [B,256]."""
-    full = F.pad(batch.mask, (0, TOKENS - 1), value=True)
+    """`token_losses` (or its compiled form `fn`) of a batch under the prompts `ids`; float32 [B,L]."""
+    full = F.pad(batch.mask, (0, batch.tokens.shape[1] - 1), value=True)
     with torch.autocast("cpu", torch.bfloat16):
         return fn(model, ids, batch.tokens, attention_mask(full), positions(full))
 
@@ -179,7 +190,7 @@ def sample(
     model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, captions: Sequence[str],
     guidance: float, seed: int, temperature: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Image tokens int64 [B,256] by autoregressive sampling, both guidance streams in one batch."""
+    """Image tokens int64 [B,L] by autoregressive sampling, both guidance streams in one batch."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     ids, mask = encode_prompts(tokenizer, captions)
@@ -187,7 +198,7 @@ def sample(
     cache = DynamicCache()
     embeds, position_ids = model.get_input_embeddings()(ids), positions(mask)
     attention, out = attention_mask(mask), []
-    for _ in range(TOKENS):
+    for _ in range(GRID * columns_of(model)):
         hidden = model.model.language_model(
             inputs_embeds=embeds, attention_mask=attention, position_ids=position_ids, past_key_values=cache
         ).last_hidden_state[:, -1]
@@ -210,7 +221,7 @@ def sample_and_score(
     model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, n: int, guidance: float,
     seed: int, temperature: float = 1.0,
 ) -> tuple[np.ndarray, list[str], dict[str, float]]:  # fmt: skip
-    """n images uint8 [n,64,64,3], their captions, and the checker's score by category."""
+    """n images uint8 [n,64,W,3], their captions, and the checker's score by category."""
     captions = prompts(n, seed)
     images = []
     for i in range(0, n, 96):
@@ -228,7 +239,8 @@ def save_grid(images: np.ndarray, captions: Sequence[str], path: Path, columns: 
     from matplotlib import pyplot
 
     rows = -(-len(images) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(2 * columns, 2.2 * rows), squeeze=False)
+    size = 2 * columns * images.shape[2] / SIZE, 2.2 * rows
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for axis, image, caption in zip(axes.flat, images, captions, strict=False):
@@ -281,17 +293,19 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng([args.seed, rank, round(1000 * args.begin)])
     per_process = args.batch // world
-    tokenizer, vq = build_tokenizer(), JanusVQVAE.from_pretrained(args.vq).eval()
-    model = build_model(tokenizer, vq, args.width, args.layers, args.heads, args.ff)
-    if args.init is not None:
-        model.load_state_dict(JanusForConditionalGeneration.from_pretrained(args.init).state_dict())
+    init = JanusForConditionalGeneration.from_pretrained(args.init) if args.init else None
+    vq = JanusVQVAE.from_pretrained(args.vq) if args.vq else init.model.vqmodel
+    tokenizer, vq = build_tokenizer(), vq.eval()
+    model = build_model(tokenizer, vq, args.width, args.layers, args.heads, args.ff, args.columns)
+    if init is not None:
+        model.load_state_dict(init.state_dict())
     elif rank == 0:
         save(model, tokenizer, args.out)
     args.grids.mkdir(parents=True, exist_ok=True)
     fn = torch.compile(token_losses, dynamic=False) if args.compile else token_losses
     held = np.random.default_rng(args.seed + 1)
-    full = [make_batch(held, vq, tokenizer, args.batch) for _ in range(args.held_out)]
-    calm = [make_batch(held, vq, tokenizer, args.batch, calm=1.0)]
+    full = [make_batch(held, vq, tokenizer, args.batch, columns=args.columns) for _ in range(args.held_out)]
+    calm = [make_batch(held, vq, tokenizer, args.batch, calm=1.0, columns=args.columns)]
     opts, began, seen = optimizers(model, args), time.time(), 0
     trained = [p for opt in opts for g in opt.param_groups for p in g["params"]]
     base = [opt.param_groups[0]["lr"] for opt in opts]
@@ -304,7 +318,7 @@ def train(args: argparse.Namespace) -> None:
             opt.param_groups[0]["lr"] = lr * scale
         texture = ramp(done, *args.calm)
         boost = 1 + (args.boost - 1) * (1 - ramp(done, *args.fade))
-        batch = make_batch(rng, vq, tokenizer, per_process, calm=1 - texture)
+        batch = make_batch(rng, vq, tokenizer, per_process, calm=1 - texture, columns=args.columns)
         drop = torch.from_numpy(rng.uniform(size=(per_process, 1)) < 0.1)
         ids = torch.where(drop, unconditional(tokenizer, batch.ids), batch.ids)
         nll = batch_losses(fn, model, batch, ids)
@@ -342,7 +356,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--vq", type=Path, required=True, help="folder of the trained VQ tokenizer")
+    parser.add_argument("--vq", type=Path, help="folder of the trained VQ tokenizer; default: the one in --init")
     parser.add_argument("--out", type=Path, required=True, help="folder for the backbone")
     parser.add_argument("--grids", type=Path, default=Path("runs/tiny"), help="for sample grids and the log")
     parser.add_argument("--minutes", type=float, default=80, help="length of the run")
@@ -350,6 +364,7 @@ def main() -> None:
     parser.add_argument("--begin", type=float, default=0.0, help="with --init: where in the schedule to begin")
     parser.add_argument("--steps", type=int, default=-1, help="stop earlier, after this many steps")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--columns", type=int, default=GRID, help="image tokens in a row; rows are always 16")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
@@ -366,7 +381,12 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=2.0, help="for the sample grids")
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
     parser.add_argument("--seed", type=int, default=0)
-    train(parser.parse_args())
+    args = parser.parse_args()
+    if args.vq is None and args.init is None:
+        parser.error("there is no VQ tokenizer: expected --vq, or --init")
+    if args.columns < GRID:
+        parser.error(f"--columns is {args.columns}; expected at least {GRID}, or four objects have no room")
+    train(args)
 
 
 if __name__ == "__main__":

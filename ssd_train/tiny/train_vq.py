@@ -28,12 +28,12 @@ def vq_config(width: int) -> JanusVQVAEConfig:
 
 
 def to_model(images: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """uint8 [B,64,64,3] -> float32 [B,3,64,64] in -1..1."""
+    """uint8 [B,64,W,3] -> float32 [B,3,64,W] in -1..1."""
     return torch.as_tensor(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_images(pixels: torch.Tensor) -> np.ndarray:
-    """float [B,3,64,64] in -1..1 -> uint8 [B,64,64,3]."""
+    """float [B,3,64,W] in -1..1 -> uint8 [B,64,W,3]."""
     return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
 
 
@@ -47,14 +47,15 @@ def render_many(n: int, seed: int, calm: float = 0.0) -> np.ndarray:
 
 @torch.no_grad()
 def encode(vq: JanusVQVAE, images: np.ndarray, batch: int = 128) -> torch.Tensor:
-    """uint8 [N,64,64,3] -> int64 tokens [N,256]."""
+    """uint8 [N,64,4w,3] -> int64 tokens [N,16w]."""
     parts = [vq.encode(to_model(b)).image_tokens for b in np.split(images, range(batch, len(images), batch))]
     return torch.cat(parts).view(len(images), -1)
 
 
 @torch.no_grad()
 def decode(vq: JanusVQVAE, tokens: torch.Tensor, batch: int = 128) -> np.ndarray:
-    """int64 tokens [N,256] -> uint8 [N,64,64,3]."""
+    """int64 tokens [N,16w] -> uint8 [N,64,4w,3]."""
+    vq.quantize.quant_state_dims = [GRID, tokens.shape[1] // GRID]  # the class knows square grids only
     return np.concatenate([to_images(vq.decode(t)) for t in tokens.split(batch)])
 
 

@@ -42,6 +42,18 @@ def test_other_captions_are_wrong(drawn):
     assert check_batch(images, captions[1:] + captions[:1]).mean() <= 0.05
 
 
+def test_wide_scenes_are_checked(vq):
+    """Renders and the square tokenizer's reconstructions of images twice as wide, and other captions."""
+    rng = np.random.default_rng(12)
+    scenes = [sample_scene(rng, CATEGORIES[i % len(CATEGORIES)], width=128) for i in range(36)]
+    images, captions = np.stack([render(s, rng) for s in scenes]), [s.caption for s in scenes]
+    tokens = encode(vq, images)
+    assert tokens.shape == (36, 16 * 32)
+    assert check_batch(images, captions).mean() >= 0.95
+    assert check_batch(decode(vq, tokens), captions).mean() >= 0.9
+    assert check_batch(images, captions[1:] + captions[:1]).mean() <= 0.1
+
+
 def test_finds_what_was_drawn(drawn):
     scenes, images, _ = drawn
     missed = 0

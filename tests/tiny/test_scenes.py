@@ -87,6 +87,25 @@ def test_object_patches_cover_the_saturated_pixels():
     assert not (saturated & ~pixels).any()
 
 
+def test_a_wide_scene_fills_its_canvas():
+    """Same captions, objects all over it, and colours of the ground no wilder than a square scene's."""
+    rng, centres, ground = np.random.default_rng(8), [], {SIZE: [], 2 * SIZE: []}
+    for seed in range(40):
+        for width, values in ground.items():
+            scene = sample_scene(np.random.default_rng(seed), width=width)
+            image = render(scene, rng)
+            assert image.shape == (SIZE, width, 3)
+            assert object_patches(scene).shape == (GRID, GRID * width // SIZE)
+            assert all(o.radius < o.x < width - o.radius and o.radius < o.y < SIZE - o.radius for o in scene.objects)
+            assert scene.caption == sample_scene(np.random.default_rng(seed)).caption
+            values.append(np.quantile(image[np.ptp(image.astype(int), axis=-1) < 30], [0.01, 0.99]))
+        centres += [o.x for o in scene.objects]
+    assert min(centres) < SIZE / 2
+    assert max(centres) > 1.5 * SIZE
+    square, wide = (np.mean(values, 0) for values in ground.values())
+    np.testing.assert_allclose(square, wide, atol=10)
+
+
 def test_texture_zero_is_calm():
     rng = np.random.default_rng(1)
     scene = sample_scene(rng)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, JanusForConditionalGeneration, JanusVQVAE
 
+from ssd_train.backbones.janus import Janus
 from ssd_train.tiny import train, train_vq
 from ssd_train.tiny.scenes import GRID
 from ssd_train.tiny.tokenizer import BOI, build_tokenizer, encode_prompts, unconditional
@@ -30,15 +31,19 @@ def call(monkeypatch, module, **options) -> None:
     module.main()
 
 
+COMMON = {"batch": 2, "width": 32}
+SHORT = {
+    **COMMON, "layers": 1, "heads": 2, "ff": 48,
+    "steps": 2, "minutes": 100, "held_out": 1, "every": 1, "grid_minutes": 100,
+}  # fmt: skip
+
+
 @pytest.fixture
 def short_run(tmp_path, monkeypatch):
-    """A few steps of both scripts, as from the command line; the two folders they wrote."""
+    """A few steps of both scripts, as from the command line; the folders they wrote."""
     vq, out, log = tmp_path / "vq", tmp_path / "tiny", tmp_path / "log"
-    common = {"batch": 2, "width": 32}
-    call(monkeypatch, train_vq, **common, out=vq, steps=4, images=8, held_out=4, free=2, every=2)
-    shape = {"layers": 1, "heads": 2, "ff": 48}
-    pace = {"steps": 2, "minutes": 100, "held_out": 1, "every": 1, "grid_minutes": 100}
-    call(monkeypatch, train, **common, **shape, **pace, vq=vq, out=out, grids=log)
+    call(monkeypatch, train_vq, **COMMON, out=vq, steps=4, images=8, held_out=4, free=2, every=2)
+    call(monkeypatch, train, **SHORT, vq=vq, out=out, grids=log)
     return vq, out, log
 
 
@@ -55,6 +60,32 @@ def test_short_run_reloads(short_run):
     for name, value in model.model.vqmodel.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
     assert not [p for p in out.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_a_run_goes_on_to_a_wider_grid(short_run, tmp_path, monkeypatch):
+    """From another run's weights and tokenizer; the adapter finds the grid in the checkpoint."""
+    _, init, _ = short_run
+    wide = tmp_path / "wide"
+    options = SHORT | {"steps": 1, "every": 2}  # no evaluation
+    call(monkeypatch, train, **options, init=init, columns=24, out=wide, grids=tmp_path / "log2")
+    old, new = (JanusForConditionalGeneration.from_pretrained(folder).state_dict() for folder in (init, wide))
+    assert old.keys() == new.keys()
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert not [name for name in changed if "vqmodel" in name or "vision_model" in name]
+    assert [name for name in changed if "language_model" in name]
+    for folder, columns in {init: GRID, wide: 24}.items():
+        backbone = Janus.load(str(folder), dtype="float32")
+        assert (backbone.grid.height, backbone.grid.width) == (GRID, columns)
+        tokens = torch.randint(512, (2, GRID, columns))
+        pixels = backbone.decode_pixels(tokens)
+        assert pixels.shape == (2, 4 * GRID, 4 * columns, 3)
+        assert backbone.encode_pixels(pixels).shape == tokens.shape
+
+
+def test_training_from_nothing_needs_a_tokenizer(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, train, out="nowhere")
+    assert "expected --vq, or --init" in capsys.readouterr().err
 
 
 def test_prompt_format(shipped):

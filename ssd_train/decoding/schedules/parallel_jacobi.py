@@ -8,7 +8,8 @@ class ParallelJacobi(Schedule):
     """Each row has a window of up to ``length`` - 1 drafts, settled up to the first rejection as in SJD; a row starts
     when ``lag`` tokens of the row above are settled. Until the row above ends, the token above its end stands in for
     it. New drafts come from the position above, in the first row from the left (drafter: Copy); those after a rejection
-    keep their own judgement (the coupled form). Lossy: tokens are settled before what lies to their upper right is."""
+    keep their own judgement (the coupled form). No row drafts beyond what an earlier pass left in the row above it,
+    however much of it is accepted. Lossy: tokens are settled before what lies to their upper right is."""
 
     adaptive = True
 
@@ -26,8 +27,9 @@ class ParallelJacobi(Schedule):
         lag = min(self.lag, grid.width)
         settled = [1] + [0] * (grid.height - 1)
         entered = list(settled)
-        while settled[-1] < grid.width:
+        while min(settled) < grid.width:
             draft, feed, judge, windows = [], [], [], []
+            above = [grid.width, *entered]  # of each row, what a new draft may be copied from
             for row, count in enumerate(settled):
                 if count == grid.width:
                     continue
@@ -36,7 +38,7 @@ class ParallelJacobi(Schedule):
                 start = grid.row(row).start
                 if row and settled[row - 1] < grid.width and count == 0 and entered[row - 1] < grid.width:
                     draft.append((start - 1, start - 1 - grid.width if row > 1 else settled[0] - 1))
-                stop = min(count + self.length - 1, grid.width)
+                stop = min(count + self.length - 1, above[row])
                 for column in range(entered[row], stop):
                     draft.append((start + column, start + column - grid.width if row else count - 1))
                 entered[row] = max(entered[row], stop)
