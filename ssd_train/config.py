@@ -41,6 +41,11 @@ class Space(Enum):
     token = "token"
 
 
+class Strategy(Enum):
+    ddp = "ddp"
+    fsdp = "fsdp"
+
+
 @dataclass
 class CacheConfig:
     # A directory, or a URL to read a finished one from; default: runs/cache/<model>-<fingerprint of its settings>
@@ -93,6 +98,8 @@ class TrainConfig:
     epochs: float = 3
     batch_size: int = 32
     precision: str = "32-true"
+    # Of several processes: each holds all heads, or with fsdp, for wide ones, its part of each head and its optimiser
+    strategy: Strategy = Strategy.ddp
     gradient_clip: float = 1.0
     workers: int = 1  # also decides the order of samples
     shuffle_buffer: int = 256  # samples

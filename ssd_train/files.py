@@ -8,17 +8,18 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Temporary name, flush to disk, rename: readers see the old file or the new one. An OSError names the file."""
+    """Temporary name, flush to disk, rename: readers see the old file or the new one. An OSError names the file. What a
+    process leaves that is killed meanwhile, :func:`remove_strays` finds."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        with _own(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -28,6 +29,28 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _own(temporary: Path) -> BinaryIO:
+    """Opens a new file and locks it for as long as it is open."""
+    while True:
+        file = temporary.open("wb")
+        with suppress(OSError):  # without locks there, strays stay
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), temporary.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()  # before it was locked, another process took it for a stray
+
+
+def remove_strays(directory: Path) -> None:
+    """Removes the temporary files that :func:`replacing` has left there in processes that were killed."""
+    for path in directory.glob(".*.tmp-*"):
+        with suppress(OSError), path.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its process lives
+            path.unlink()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -6,11 +6,15 @@ a neighbour at a head's offset, d width.
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ssd_train import losses
@@ -54,11 +58,8 @@ class HeadModule(L.LightningModule):
 
     def __init__(self, heads: Heads, output: OutputLayers, grid: Grid, sampling: Sampling, settings: Any, steps: int,
                  seed: int):  # fmt: skip
-        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule. Raises ValueError if
-        the horizontal +1 head is to be unrolled beyond a row's end."""
+        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule."""
         super().__init__()
-        if settings.unroll >= grid.width:
-            raise ValueError(f"head.unroll is {settings.unroll}; expected less than the grid's {grid.width} columns")
         self.heads = heads
         # A copy: the backbone keeps its dtype. In a list: not a sub-module, not in checkpoints.
         self._frozen = [copy.deepcopy(output).float().requires_grad_(False)]
@@ -70,6 +71,35 @@ class HeadModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.output.to(self.device)
+
+    def configure_model(self) -> None:
+        """With train.strategy=fsdp spreads each head by itself over all processes; tensors keep their names."""
+        if self.device_mesh is None or self.sharded:
+            return
+        # Not Lightning's mesh of two dimensions, whose process groups would have the default time-out.
+        mesh = init_device_mesh(self.device.type, (self.trainer.world_size,))
+        for modules in self.heads.predictors, self.heads.vocabulary_projections:
+            for module in modules.values():
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
+                # None but itself, which is there: checkpoint() calls heads in an order that FSDP would guess wrong.
+                module.set_modules_to_backward_prefetch([module])
+        fully_shard(self.heads, mesh=mesh)  # what they share; it has no weights of its own
+
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self.heads, FSDPModule)
+
+    @contextmanager
+    def gathered(self, direction: Direction, offset: int) -> Iterator[None]:
+        """A sharded head that is called within is gathered once, however often, and in parts again afterwards."""
+        key = name(direction, offset)
+        modules = [group[key] for group in (self.heads.predictors, self.heads.vocabulary_projections) if key in group]
+        for module in modules if self.sharded else ():
+            module.set_reshard_after_forward(False)
+        yield
+        for module in modules if self.sharded else ():
+            module.set_reshard_after_forward(True)
+            module.reshard()
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -132,6 +162,10 @@ class HeadModule(L.LightningModule):
     def predict(self, at: Pairs, direction: Direction, offset: int) -> Tensor:
         """A head's predictions over the state scale [S, B, h', w', d]; a recurrent one is given the true tokens."""
         z = self.heads.inputs(at.states, self.output.embed(at.tokens).expand_as(at.states))
+        if self.sharded and torch.is_grad_enabled():
+            # By its inputs' gradients FSDP knows that a head is done, and parts with its weights and gradients; without
+            # any it would keep those of all heads until the last one is.
+            z = z + z.new_zeros(()).requires_grad_()
         left = left_neighbours(self.output.embed(at.target_tokens)) if self.heads.recurrent(direction) else None
         return self.heads(direction, offset, widen(z, self.heads.context(direction)), left)
 
@@ -148,39 +182,45 @@ class HeadModule(L.LightningModule):
 
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """By head, and by unrolled step: Smooth L1 (in token space cross-entropy) on the conditional stream, the
-        acceptance rate sum_v min(p, q) on the guided distributions, and top-1 agreement. One row of the grid at a time,
-        for the memory's sake."""
-        scale, size = self.heads.spec.state_scale, len(batch["index"])
-        rates = []
+        """Logs each head's figures, and the acceptance rate's mean over heads and unrolled steps."""
+        size, rates = len(batch["index"]), []
         for direction, offset in self.heads.spec.offsets():
             whole = Pairs.of(batch["hidden"].transpose(0, 1), batch["tokens"], self.grid, direction, offset)
-            rows: dict[str, list[Tensor]] = {}
-            for y in range(whole.tokens.shape[1]):
-                at = whole.row(y)
-                for step in range(self._unroll(direction, offset)):
-                    predicted = self.predict(at, direction, offset)
-                    logits = self.heads.logits(direction, offset, predicted, self.output.readout)
-                    p = guided_probabilities(self.output.readout(at.target), self.sampling)
-                    q = guided_probabilities(logits, self.sampling)
-                    figures = {
-                        "acceptance": acceptance_rate(p, q).mean(),
-                        "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
-                    }
-                    if self.heads.spec.space == "token":
-                        figures["cross_entropy"] = losses.cross_entropy(logits[0], at.target_tokens)
-                    else:
-                        figures["smooth_l1"] = losses.smooth_l1(predicted[0], at.target[0] / scale)
-                    key = f"unroll_{step + 1}" if step else name(direction, offset)
-                    for figure, value in figures.items():
-                        rows.setdefault(f"{figure}/{key}", []).append(value)
-                    at = at.onward(predicted * scale)
-            for figure, values in rows.items():
+            with self.gathered(direction, offset):
+                figures = self._figures(whole, direction, offset)
+            for figure, values in figures.items():
                 mean = torch.stack(values).mean()
                 self.log(f"validation/{figure}", mean, batch_size=size, sync_dist=True)
                 if figure.startswith("acceptance"):
                     rates.append(mean)
         self.log("validation/acceptance", torch.stack(rates).mean(), batch_size=size, prog_bar=True, sync_dist=True)
+
+    def _figures(self, whole: Pairs, direction: Direction, offset: int) -> dict[str, list[Tensor]]:
+        """One head's by row of the grid, and by unrolled step: Smooth L1 (in token space cross-entropy) on the
+        conditional stream, the acceptance rate sum_v min(p, q) on the guided distributions, and top-1 agreement. One
+        row at a time, for the memory's sake."""
+        scale = self.heads.spec.state_scale
+        rows: dict[str, list[Tensor]] = {}
+        for y in range(whole.tokens.shape[1]):
+            at = whole.row(y)
+            for step in range(self._unroll(direction, offset)):
+                predicted = self.predict(at, direction, offset)
+                logits = self.heads.logits(direction, offset, predicted, self.output.readout)
+                p = guided_probabilities(self.output.readout(at.target), self.sampling)
+                q = guided_probabilities(logits, self.sampling)
+                figures = {
+                    "acceptance": acceptance_rate(p, q).mean(),
+                    "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
+                }
+                if self.heads.spec.space == "token":
+                    figures["cross_entropy"] = losses.cross_entropy(logits[0], at.target_tokens)
+                else:
+                    figures["smooth_l1"] = losses.smooth_l1(predicted[0], at.target[0] / scale)
+                key = f"unroll_{step + 1}" if step else name(direction, offset)
+                for figure, value in figures.items():
+                    rows.setdefault(f"{figure}/{key}", []).append(value)
+                at = at.onward(predicted * scale)
+        return rows
 
     # -- optimiser ----------------------------------------------------------------------------------------------
 

@@ -257,13 +257,13 @@ def activations(
 
 def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: bool = False) -> int:
     """A GPU's share: the heads with their optimiser (whole, and buckets to exchange gradients, with DDP over
-    ``world`` GPUs; a part of it, and two heads gathered, when ``sharded`` by FSDP), the backbone, the float32 copy of
-    its output layers, a batch, activations."""
+    ``world`` GPUs; a part of it, one head's weights and gradients, and the gradients of the one before, when
+    ``sharded`` by FSDP), the backbone, the float32 copy of its output layers, a batch, activations."""
     spec = head_spec(cfg, s)
     by_head = head_parameters(spec)
     parameters = sum(by_head.values())
     if sharded:
-        optimiser = ADAM * parameters // world + 2 * 4 * max(by_head.values())
+        optimiser = ADAM * parameters // world + 3 * 4 * max(by_head.values())
     else:
         optimiser = (ADAM + 4 * (world > 1)) * parameters
     if cfg.head.ema is not None:
@@ -520,8 +520,10 @@ def require_fit(cfg: Config, device: torch.device) -> None:
 
 
 def require_reach(cfg: Config, grid: Grid) -> None:
-    """Raises ValueError if there are heads without a neighbour to learn from."""
+    """Raises ValueError if there are heads, or steps of an unrolled one, without a neighbour to learn from."""
     head = cfg.head
+    if head.unroll >= grid.width:
+        raise ValueError(f"head.unroll is {head.unroll}; expected less than the grid's {grid.width} columns")
     if head.k_horizontal >= grid.width or head.k_vertical >= grid.height:
         raise ValueError(
             f"head.k_horizontal={head.k_horizontal}, head.k_vertical={head.k_vertical}; expected less than the width "

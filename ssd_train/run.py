@@ -96,7 +96,8 @@ class Run:
     def train_fingerprint(self) -> str:
         """Of everything that decides what a training run ends with, but for the number of processes (the number of
         workers decides the order of samples)."""
-        train = {k: str(v) for k, v in self.cfg.train.items() if k not in ("validate_every", "checkpoint_every")}
+        without = "validate_every", "checkpoint_every", "strategy"
+        train = {k: str(v) for k, v in self.cfg.train.items() if k not in without}
         return config.fingerprint(self.cache_fingerprint, self.cfg.cache.samples, self.cfg.head, train)
 
     def write_json(self, name: str, content: dict) -> None:

@@ -20,6 +20,7 @@ import shlex
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -170,7 +171,11 @@ class ShardCache:
 
     def write_index(self, count: int) -> None:
         """Puts the entries of shards 0 to ``count`` - 1 into index.json, and leaves those of further ones: runs with
-        other numbers of samples share it. Raises CacheError if a shard is not of the manifest's backbone."""
+        other numbers of samples share it. Nothing is written if they are there, so that a finished cache may be
+        read-only. Raises CacheError if a shard is not of the manifest's backbone."""
+        with suppress(CacheError):
+            if self._index()[:count] == [self.entry(i) for i in range(count)]:
+                return
         with claim(self.directory / "manifest.lock"):
             new = [self.entry(i) for i in range(count)]
             if None in new:

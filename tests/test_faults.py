@@ -24,6 +24,8 @@ import signal
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,6 +108,20 @@ def test_a_loader_worker_that_is_killed_ends_training_and_the_next_run_goes_on(t
     assert steps[0] in (10, 15)
     assert steps[-1] == count - 1
     assert same(weights(run), weights(whole))
+
+
+@pytest.mark.parametrize("error, message", [
+    (ConnectionResetError("reset"), "A DataLoader worker exited unexpectedly .reset.. .*train.workers=1; run"),
+    (EOFError(), "A DataLoader worker exited unexpectedly .*run the same command"),
+    (ConnectionError("Caught ConnectionError in DataLoader worker process 0"), "^Caught"),
+    (RuntimeError("Caught RuntimeError in DataLoader worker process 0"), "^Caught"),
+    (RuntimeError("another"), "^another$"),
+])  # fmt: skip
+def test_only_a_dead_loader_worker_is_said_to_be_one(error, message):
+    """However its death shows: torch sees it, or the connection to it breaks in the middle of a batch."""
+    fit = Mock(side_effect=error)
+    with pytest.raises(Exception, match=message):
+        train._fit(SimpleNamespace(fit=fit), None, SimpleNamespace(workers=1), None)
 
 
 @pytest.mark.parametrize("fault", ["killed", "full"])

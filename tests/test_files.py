@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from ssd_train.files import claim, share_out
+from ssd_train import files
+from ssd_train.files import claim, remove_strays, replacing, share_out
 
 
 @pytest.fixture
@@ -49,6 +50,48 @@ def test_a_claim_holds_for_one_process_and_dies_with_it(tmp_path, fork):
     os.kill(child, signal.SIGKILL)
     with claim(lock, 1, wait=True) as mine:
         assert mine
+
+
+def test_strays_are_removed_once_their_process_is_dead(tmp_path, fork):
+    """A child is killed with half a file written. The old file stays, and so does what is no temporary file."""
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"old")
+    (tmp_path / ".hidden").touch()
+    ready, writing = os.pipe()
+
+    def write():
+        with replacing(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.write(writing, b"x")
+            time.sleep(60)
+
+    child = fork(write)
+    assert os.read(ready, 1) == b"x"
+    stray = tmp_path / f".last.ckpt.tmp-{child}"
+    remove_strays(tmp_path)
+    assert stray.read_bytes() == b"half"
+    os.kill(child, signal.SIGKILL)
+    with claim(stray):  # waits for its end
+        pass
+    remove_strays(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt", ".hidden"}
+    assert path.read_bytes() == b"old"
+    remove_strays(tmp_path / "not there")
+
+
+def test_a_file_taken_for_a_stray_before_it_is_locked_is_written_all_the_same(tmp_path, monkeypatch):
+    lock, calls = files.fcntl.lockf, iter(range(100))
+
+    def late(file, *arguments):
+        if next(calls) == 0:
+            os.unlink(file.name)  # as another process's remove_strays would
+        lock(file, *arguments)
+
+    monkeypatch.setattr(files.fcntl, "lockf", late)
+    files.write_atomically(tmp_path / "a", b"whole")
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"whole"
 
 
 def test_each_piece_is_made_once_and_a_dead_process_s_by_another(tmp_path, fork):

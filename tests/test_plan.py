@@ -91,7 +91,7 @@ def test_the_optimiser_is_shared_by_fsdp_and_copied_by_ddp():
         plan.train_stage(cfg, s, 8, world, sharded) for world, sharded in ((1, False), (4, False), (4, True))
     )
     assert ddp - one == 4 * parameters  # the buckets that gradients are exchanged in
-    assert one - fsdp == 16 * parameters - 16 * parameters // 4 - 2 * 4 * parameters // 10
+    assert one - fsdp == 16 * parameters - 16 * parameters // 4 - 3 * 4 * parameters // 10
     cfg.head.ema = 0.99
     assert plan.train_stage(cfg, s, 8) - one == 4 * parameters
 
@@ -267,6 +267,9 @@ def test_heads_beyond_the_grid_are_refused_before_loading():
     with pytest.raises(ValueError, match=r"head.k_vertical=24"):
         stages.STAGES["plan"].run(run)
     plan.require_reach(composed("+model=janus_pro_7b", "head.k_vertical=23"), Grid(24, 24))
+    run = Run(composed("+model=janus_pro_7b", "head=eagle", "head.unroll=24", "stages=[cache,train]"))
+    with pytest.raises(ValueError, match=r"head.unroll is 24; expected less than the grid's 24 columns"):
+        run.backbone  # noqa: B018
 
 
 @pytest.mark.parametrize("setting, message", [

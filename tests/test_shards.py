@@ -14,6 +14,7 @@ import pytest
 import torch
 from serving import Quiet, serving
 
+from ssd_train import shards
 from ssd_train.datamodule import Shards
 from ssd_train.prompts import Split
 from ssd_train.shards import (
@@ -300,6 +301,19 @@ def test_the_index_grows_and_does_not_shrink(indexed):
     indexed.write(3, make_samples(2, first=10), CacheDtype.float32)
     indexed.write_index(4)
     assert [len(fresh(indexed).entries[i].samples) for i in range(4)] == [3, 3, 4, 2]
+
+
+def test_the_index_of_a_finished_cache_is_left_alone_where_nothing_can_be_written(indexed, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in "claim", "write_atomically":
+        monkeypatch.setattr(shards, name, refuse)
+    indexed.write_index(3)
+    indexed.write_index(2)
+    (indexed.directory / "index.json").unlink()
+    with pytest.raises(OSError, match="Read-only"):
+        indexed.write_index(3)
 
 
 def test_an_index_is_not_written_while_a_shard_is_in_the_making(indexed):

@@ -1,5 +1,6 @@
 """Training: what heads learn from and are measured by; and a run cut off anywhere ends as if it had not been."""
 
+import csv
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from ssd_train.heads import Direction, Heads, HeadSpec, left_neighbours, name, w
 from ssd_train.module import HeadModule, Pairs, learning_rate
 from ssd_train.prompts import Split
 from ssd_train.shards import CacheError
-from ssd_train.stages import decode, export
+from ssd_train.stages import cache, decode, export
 from ssd_train.stages import train as stage
 
 STEPS = 27  # 54 training samples, 2 epochs, 4 a batch
@@ -443,9 +444,10 @@ def test_chains_and_recurrent_heads_go_from_training_to_a_report(trainable, k_ve
     assert report["decoders"][decoder]["passes"] < report["decoders"]["ar"]["passes"]
 
 
-def test_an_unrolling_beyond_the_row_is_refused(trainable):
+@pytest.mark.parametrize("step", [cache.run, stage.run], ids=["cache", "train"])
+def test_an_unrolling_beyond_the_row_is_refused(trainable, step):
     with pytest.raises(ValueError, match=r"head.unroll is 4; expected less than the grid's 4 columns"):
-        stage.run(trainable("head=eagle", "head.unroll=4"))
+        step(trainable("head=eagle", "head.unroll=4"))
 
 
 @pytest.mark.parametrize(
@@ -690,7 +692,8 @@ def test_a_finished_training_is_not_repeated(trainable, steps, caplog):
     acceptance = stage.run(trainable())
     count, written = len(steps), trainable().checkpoint.stat().st_mtime_ns
     with caplog.at_level(logging.INFO):
-        again = stage.run(trainable("train.checkpoint_every=3", "train.validate_every=9", "decode.prompts=2"))
+        other = "train.checkpoint_every=3", "train.validate_every=9", "train.strategy=fsdp", "decode.prompts=2"
+        again = stage.run(trainable(*other))
     assert again == acceptance
     assert "are trained already" in caplog.text
     assert len(steps) == count
@@ -763,6 +766,14 @@ def test_metrics_are_logged_by_head(trainable, caplog):
     position = lines[0].split(",").index("validation/acceptance")
     assert sum(bool(line.split(",")[position]) for line in lines[1:]) == 3, "steps 10, 20, and the end"
     assert json.loads((run.output / "training.json").read_text())["steps"] == STEPS
+
+
+def test_validation_comes_by_steps_whatever_a_step_accumulates(trainable):
+    run = trainable("train.validate_every=5", "+train.trainer.accumulate_grad_batches=2")
+    stage.run(run)
+    header, *rows = csv.reader((run.output / "csv/version_0/metrics.csv").read_text().splitlines())
+    at = [row[header.index("step")] for row in rows if row[header.index("validation/acceptance")]]
+    assert at == ["4", "9", "14"], "of 14 steps; the last is after them"
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
 from ssd_train.draws import sample_seed
-from ssd_train.files import claim, share_out
+from ssd_train.files import claim, remove_strays, share_out
 from ssd_train.kv_cache import Slots
 from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.run import Run
@@ -71,6 +71,7 @@ def run(run: Run) -> None:
             cache.write_index(len(shards))
         return
     _estimate(run, cache, sum(len(shards[i]) for i in missing), prompts)
+    remove_strays(cache.directory)
     with claim(cache.directory / "manifest.lock"):
         if not cache.manifest_path.exists():
             cache.pin(identity(run) | _checks(run, prompts))

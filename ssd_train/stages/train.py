@@ -9,21 +9,26 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssd_train import plan, signals, tracking
+from ssd_train.config import Strategy
 from ssd_train.datamodule import HeadDataModule
-from ssd_train.files import replacing
+from ssd_train.files import remove_strays, replacing
 from ssd_train.heads import Heads, HeadSpec
 from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
 from ssd_train.run import Run
 from ssd_train.shards import ShardCache
 from ssd_train.stages.cache import identity
+from ssd_train.world import PATIENCE
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +64,63 @@ class StopWhenAsked(Callback):
         checkpoint["processes"] = trainer.world_size
 
 
+class Averaging(Callback):
+    """An exponential moving average of the heads' weights, with FSDP of each process's parts of them. They are
+    validated, and are a checkpoint's "state_dict"; those that are trained are its "current_model_state".
+
+    Lightning's own copies the whole module, frozen layers and all, cannot copy parts, and has averages go on as the
+    weights when training is stopped.
+    """
+
+    def __init__(self, decay: float):
+        self.decay = decay
+        self.average: list[Tensor] | None = None  # by parameter; none before the first step
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.average is not None:  # they were restored before the module was on its device
+            self.average = [average.to(module.device) for average in self.average]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self.average is None:
+            self.average = [parameter.clone() for parameter in module.parameters()]
+        for average, parameter in zip(self.average, module.parameters(), strict=True):
+            average.lerp_(parameter, 1 - self.decay)
+
+    @torch.no_grad()
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.average is None:
+            return
+        for average, parameter in zip(self.average, module.parameters(), strict=True):
+            trained = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(trained)
+
+    on_validation_end = on_validation_start
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
+        if self.average is None:
+            return
+        checkpoint["current_model_state"] = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {}
+        for (name, _), average in zip(module.named_parameters(), self.average, strict=True):
+            if isinstance(average, DTensor):
+                average = average.full_tensor().cpu()  # all processes together
+            checkpoint["state_dict"][name] = average
+
+    @torch.no_grad()
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
+        self.average = [parameter.clone() for parameter in module.parameters()]  # "state_dict" is loaded already
+        for name, parameter in module.named_parameters():
+            trained = checkpoint["current_model_state"][name]
+            if isinstance(parameter, DTensor):
+                trained = trained.to(parameter.device)
+                trained = distribute_tensor(trained, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(trained)
+
+
 class Checkpoints(TorchCheckpointIO):
     """A new one replaces the old one when it is whole. Lightning's own way leads through memory and the temporary
     directory, and, where that is another file system, piece by piece over the old one."""
@@ -92,6 +154,9 @@ def run(run: Run) -> float:
         run.cache_dir, run.cfg.cache.samples, cfg.batch_size, cfg.shuffle_buffer, cfg.workers, run.cfg.seed,
         cfg.validation_samples,
     )  # fmt: skip
+    if run.world.rank == 0:
+        for directory in run.output, run.checkpoint.parent, run.output / "heads":
+            remove_strays(directory)
     heads = make_heads(run, data)
     parameters = sum(p.numel() for p in heads.parameters())
     batches = cfg.trainer.get("accumulate_grad_batches", 1)
@@ -139,11 +204,14 @@ def _fit(trainer: L.Trainer, module: HeadModule, data: HeadDataModule, checkpoin
     """Raises RuntimeError that says what to do if a worker of the loader was killed."""
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        what = str(error).strip()
+        if "Caught" in what or (isinstance(error, RuntimeError) and "DataLoader worker" not in what):
+            raise  # an error of our own, or of a worker that lives
+        if not isinstance(error, RuntimeError):  # it died between announcing a batch and handing it over
+            what = f"A DataLoader worker exited unexpectedly ({what})."
         raise RuntimeError(
-            f"{str(error).strip()} If memory ran out, lower train.shuffle_buffer (samples a worker) or train.workers="
+            f"{what} If memory ran out, lower train.shuffle_buffer (samples a worker) or train.workers="
             f"{data.workers}; run the same command to go on from the last checkpoint"
         ) from error
 
@@ -179,7 +247,8 @@ def make_trainer(run: Run, steps: int, logger: Logger | bool, *more: Callback) -
         Progress(refresh_rate=max(1, steps // 200)),
     ]  # fmt: skip
     if run.cfg.head.ema is not None:
-        callbacks.append(EMAWeightAveraging(decay=run.cfg.head.ema))
+        callbacks.append(Averaging(run.cfg.head.ema))
+    accumulate = cfg.trainer.get("accumulate_grad_batches", 1)
     settings = {
         "accelerator": "gpu" if run.device.type == "cuda" else "cpu",
         "devices": world.local_size,
@@ -191,7 +260,7 @@ def make_trainer(run: Run, steps: int, logger: Logger | bool, *more: Callback) -
         "max_epochs": -1,
         "precision": cfg.precision,
         "gradient_clip_val": cfg.gradient_clip,
-        "val_check_interval": cfg.validate_every,
+        "val_check_interval": cfg.validate_every * accumulate,  # Lightning counts batches
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": min(10, steps),
@@ -200,6 +269,12 @@ def make_trainer(run: Run, steps: int, logger: Logger | bool, *more: Callback) -
         "default_root_dir": run.output,
         "enable_model_summary": False,
     }
+    if cfg.strategy is Strategy.fsdp and world.size > 1:
+        # Lightning's other strategy, for FSDP's first version, demands GPUs. One file a checkpoint: as DDP's, so that
+        # either goes on from the other's, and the export need not know.
+        settings["strategy"] = ModelParallelStrategy(
+            data_parallel_size=world.size, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=PATIENCE
+        )
     return L.Trainer(**(settings | OmegaConf.to_container(cfg.trainer, resolve=True)))
 
 
