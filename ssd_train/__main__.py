@@ -23,6 +23,8 @@ def main(cfg: config.Config) -> float | None:
     if OmegaConf.is_missing(cfg, "model"):
         raise SystemExit(f"no model: add +model=<name>, one of {', '.join(config.choices('model'))}")
     from ssd_train import signals
+
+    signals.install()  # before torch is imported, which can take long
     from ssd_train.run import Run
     from ssd_train.stages import STAGES
     from ssd_train.sweep import JobError
@@ -36,7 +38,6 @@ def main(cfg: config.Config) -> float | None:
     in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     if in_sweep:
         cfg.output = HydraConfig.get().runtime.output_dir
-    signals.install()
     world = World.of(os.environ)
     if world.size > 1:
         world.export()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
@@ -65,7 +66,7 @@ class Shards:
         """A shard's samples, undecoded. Raises CacheError if there are too few: a tar cut short between two samples
         looks whole."""
         entry, found = self.entries.get(str(path)), 0
-        for raw in wds.tariterators.tarfile_samples([{"url": str(path)}], handler=_refuse):
+        for raw in wds.tariterators.tarfile_samples([{"url": str(path)}], handler=partial(_refuse, path)):
             found += 1
             yield raw
         if entry and found < len(entry.samples):
@@ -75,8 +76,11 @@ class Shards:
             )
 
 
-def _refuse(error: Exception) -> bool:
-    raise CacheError(f"a shard cannot be read ({error}); re-run the cache stage to mend it") from error
+def _refuse(path: str | Path, error: Exception) -> bool:
+    if isinstance(error, CacheError):  # refused already; webdataset hands it on, with more arguments than a message
+        raise CacheError(error.args[0]) from error
+    what = getattr(error, "strerror", None) or str(error.args[0] if error.args else error).split(" @ <")[0]
+    raise CacheError(f"a shard cannot be read ({path}: {what}); re-run the cache stage to mend it") from error
 
 
 class TrainingStream(IterableDataset):

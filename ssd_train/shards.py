@@ -160,7 +160,7 @@ class ShardCache:
         write_atomically(self.manifest_path, json.dumps(manifest, indent=2, sort_keys=True).encode())
 
     def manifest(self) -> dict:
-        return self._read("manifest.json", json.loads)
+        return self._read("manifest.json", lambda text: dict(json.loads(text)))
 
     @cached_property
     def entries(self) -> dict[int, ShardEntry]:

@@ -71,12 +71,21 @@ def check(run: "Run") -> None:
 
 
 def make_logger(run: "Run") -> Logger | None:
-    """The configured logger, told the whole configuration and the state of the code."""
+    """The configured logger, told the whole configuration and the state of the code. Raises RuntimeError if W&B, when
+    it is to be online, refuses."""
     if not run.cfg.logger:
         return None
     is_wandb = get_class(run.cfg.logger._target_) is WandbLogger
     logger = instantiate(run.cfg.logger, **(_wandb_identity(run) if is_wandb else {}))
-    logger.log_hyperparams(OmegaConf.to_container(run.cfg, resolve=True, enum_to_str=True) | {"git": git_state()})
+    refusals: tuple[type[Exception], ...] = ()
+    if is_wandb:
+        import wandb
+
+        refusals = (wandb.Error,)
+    try:
+        logger.log_hyperparams(OmegaConf.to_container(run.cfg, resolve=True, enum_to_str=True) | {"git": git_state()})
+    except refusals as error:
+        raise RuntimeError(f"W&B: {error} logger.offline=true needs neither an account nor a network.") from error
     return logger
 
 

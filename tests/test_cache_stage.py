@@ -385,6 +385,16 @@ def test_a_changed_prompt_list_is_refused(copied, make_run):
     assert contents(copied / "cache") == before
 
 
+def test_shards_without_their_manifest_are_refused(copied, make_run):
+    """They may be of any settings: a copy that was cut off has tars, and no manifest yet."""
+    (copied / "cache/manifest.json").unlink()
+    before = contents(copied / "cache")
+    for override in "seed=0", "model.sampling.guidance=3":
+        with pytest.raises(CacheError, match=r"holds shards, but not the manifest.json .*: copy that here as well"):
+            stage.run(make_run(copied, override))
+    assert contents(copied / "cache") == before
+
+
 def test_the_default_directory_tells_caches_apart(make_run, tmp_path):
     """Whatever decides a cache's bytes is in its name; how many samples, where it lies and the heads are not."""
 

@@ -23,6 +23,7 @@ import shutil
 import signal
 import tarfile
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -31,7 +32,7 @@ import pytest
 import torch
 
 from ssd_train import export as heads_export
-from ssd_train.datamodule import Shards
+from ssd_train.datamodule import Shards, TrainingStream
 from ssd_train.export import load_heads
 from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
@@ -171,6 +172,32 @@ def test_a_shard_cut_between_two_samples_is_refused_in_training(cached, make_run
     with pytest.raises(CacheError, match=r"00001.tar ends after 5 samples, and should hold 20; re-run the cache stage"):
         train.run(run)
     assert run.read_json("training.json") is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("size, what", [(0, "empty file"), (1500, "unexpected end of data"), (None, "No such file")])
+def test_a_shard_that_cannot_be_read_is_named_in_one_line(cached, tmp_path, size, what, workers):
+    """Also if a worker of the loader finds it, where torch makes a traceback of the message."""
+    cache = copied(cached, tmp_path)
+    data = train.HeadDataModule(cache.directory, 60, 4, 0, workers, 0, 1)
+    if size is None:
+        cache.path(2).unlink()
+    else:
+        os.truncate(cache.path(2), size)
+
+    def fit(*_, **__):
+        loader = torch.utils.data.DataLoader(TrainingStream(data.shards, 4, 0, 0), batch_size=None, num_workers=workers)
+        for _ in islice(loader, 20):
+            pass
+
+    with pytest.raises(CacheError) as caught:
+        train._fit(SimpleNamespace(fit=fit), None, data, None)
+    message = str(caught.value)
+    assert message.startswith("a shard cannot be read (")
+    assert message.endswith("); re-run the cache stage to mend it")
+    assert what in message
+    assert "00002.tar" in message
+    assert "\n" not in message
 
 
 def test_a_shard_of_another_backbone_is_refused_in_training(cached, make_run, tmp_path):

@@ -239,7 +239,9 @@ def test_a_manifest_of_something_else_is_refused_by_name(cache, key, value):
     assert "Use another cache.dir" in lines[-1]
 
 
-@pytest.mark.parametrize("name, content", [("manifest", ""), ("manifest", "{"), ("index", "[{"), ("index", "[{}]")])
+@pytest.mark.parametrize("name, content", [
+    ("manifest", ""), ("manifest", "{"), ("manifest", "null"), ("index", "[{"), ("index", "[{}]"),
+])  # fmt: skip
 def test_a_broken_file_is_named(cache, name, content):
     (cache.directory / f"{name}.json").write_text(content)
     with pytest.raises(CacheError, match=rf"{name}.json cannot be read \(.*\); expected that of a finished cache"):

@@ -183,6 +183,18 @@ def test_a_logger_that_is_not_there_is_refused_before_anything_is_done(make_run,
             stage.check(make_run(tmp_path, "logger._target_=ssd_train.nowhere"))
 
 
+def test_wandb_online_without_an_account_says_what_to_do(make_run, tmp_path, monkeypatch):
+    """A refusal of W&B's, such as that no key is there, is no traceback."""
+    run = make_run(tmp_path, "logger=wandb", "logger.offline=false")
+
+    def refuse(*_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(WandbLogger, "log_hyperparams", refuse)
+    with pytest.raises(RuntimeError, match=r"W&B: No API key configured\. logger\.offline=true needs neither"):
+        _ = run.logger
+
+
 def test_csv_gets_what_it_can_hold(make_run, cached, tmp_path):
     """The figures of training and decoding, the configuration and the state of the code; and nothing crashes."""
     settings = f"cache.dir={cached}/cache", f"output={tmp_path}", "train.epochs=1", "decoder=[ar,ssd]", "logger=csv"

@@ -450,6 +450,12 @@ def test_an_unrolling_beyond_the_row_is_refused(trainable, step):
         step(trainable("head=eagle", "head.unroll=4"))
 
 
+@pytest.mark.parametrize("value", [0, -1, "abc", 1.5])
+def test_an_accumulation_of_no_number_of_batches_is_refused(trainable, value):
+    with pytest.raises(ValueError, match=r"train.trainer.accumulate_grad_batches is .*; expected a whole number"):
+        stage.check(trainable(f"+train.trainer.accumulate_grad_batches={value}"))
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

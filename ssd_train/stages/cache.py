@@ -53,8 +53,14 @@ def run(run: Run) -> None:
         plan.require_reach(run.cfg, run.backbone.grid)
     cache = ShardCache(run.cache_dir)
     shards = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
+    shards_there = not cache.remote and any(cache.directory.glob("*.tar"))  # looked for first: a manifest precedes them
     if cache.remote or cache.manifest_path.exists():
         cache.check(identity(run))
+    elif shards_there:
+        raise CacheError(
+            f"{cache.directory} holds shards, but not the manifest.json that says what they were made with: copy that "
+            "here as well, use another cache.dir, or remove this one if it is not needed"
+        )
     world = run.world  # each process looks closely at its share, and the others rely on that
     missing = [
         i for i, shard in run.progress(list(enumerate(shards)), desc="checking", unit="shard", delay=2, leave=False)

@@ -26,7 +26,7 @@ from ssd_train.heads import Heads, HeadSpec
 from ssd_train.module import HeadModule
 from ssd_train.prompts import Split
 from ssd_train.run import Run
-from ssd_train.shards import ShardCache
+from ssd_train.shards import CacheError, ShardCache
 from ssd_train.stages.cache import identity
 from ssd_train.world import PATIENCE
 
@@ -134,6 +134,9 @@ class Checkpoints(TorchCheckpointIO):
 def check(run: Run) -> None:
     """Raises ValueError for settings that Lightning refuses, InstantiationException for a logger that is not there."""
     tracking.check(run)
+    accumulate = run.cfg.train.trainer.get("accumulate_grad_batches", 1)
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"train.trainer.accumulate_grad_batches is {accumulate!r}; expected a whole number, 1 or more")
     try:
         make_trainer(run, steps=1, logger=False)
     except (TypeError, ValueError, MisconfigurationException) as error:
@@ -201,9 +204,12 @@ def run(run: Run) -> float:
 
 
 def _fit(trainer: L.Trainer, module: HeadModule, data: HeadDataModule, checkpoint: str | None) -> None:
-    """Raises RuntimeError that says what to do if a worker of the loader was killed."""
+    """Raises RuntimeError that says what to do if a worker of the loader was killed, CacheError if one found a damaged
+    shard."""
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except CacheError as error:  # a worker's comes with its traceback, which would bury what it says
+        raise CacheError(str(error).strip().rpartition("CacheError: ")[2]) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
         what = str(error).strip()
         if "Caught" in what or (isinstance(error, RuntimeError) and "DataLoader worker" not in what):
