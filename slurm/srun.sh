@@ -14,7 +14,8 @@ export OMP_NUM_THREADS="$SRUN_CPUS_PER_TASK"
 status=0
 srun --kill-on-bad-exit=1 python -m ssd_train "+model=${MODEL:?set MODEL to a yaml of conf/model}" "$@" || status=$?
 
-# 75: the scheduler's signal came, shortly before the time limit; everything worth keeping is on disk.
+# 75: the scheduler's signal came, shortly before the time limit; everything worth keeping is on disk. If a task had to
+# be killed all the same, srun says so instead (137, 134), and submitting the job again goes on just as well.
 if [[ $status -eq 75 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
