@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -96,6 +97,8 @@ class DatasetPrompts:
         from datasets import Image, load_dataset
         from datasets.exceptions import DatasetsError
 
+        if Path(self.path).is_file() and not Path(self.path).stat().st_size:
+            raise ValueError(f"{self.path} is empty; expected a prompt a line")
         try:
             if self.path.endswith(".txt"):
                 rows = load_dataset("text", data_files=self.path, split="train")

@@ -17,7 +17,7 @@ and a decoder one with the keys
     wall_speedup    AR's wall_seconds over its own
     wall_seconds    seconds an image at batch 1, after warm-up: the median of several
     draft_fraction  share of the decoding time spent on drafting, 0 to 1
-    acceptance      {"rate": of all judged drafts, or null, "by_round": {"1": rate},
+    acceptance      {"rate": of all judgements, or null, "by_round": {"1": rate, the table's},
                     "by_offset": {"vertical_1": rate at first judgement},
                     "map": [h][w] rates at first judgement, null where nothing was drafted,
                     "counts": [accepted, judged] behind each of these; may be absent}

@@ -335,7 +335,7 @@ def test_perfect_drafts_are_always_accepted(backbone):
 def test_errors_name_the_value_and_the_mend(backbone, heads):
     with pytest.raises(ValueError, match="Rows drafts: it needs a drafter and a rule"):
         Decoder(Rows()).bind(backbone)
-    with pytest.raises(ValueError, match="train and export some first"):
+    with pytest.raises(ValueError, match=r"there are none: run stages=.cache,train,export. first, or set decode.heads"):
         ssd().bind(backbone)
     with pytest.raises(ValueError, match=r"no vertical head for offset 3; there are .*'vertical_2'"):
         ssd(rounds=0, rows_per_block=3).bind(backbone, heads)(backbone, micro.prompts(1), [0], SAMPLING)

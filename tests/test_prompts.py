@@ -134,6 +134,13 @@ def test_a_source_that_is_not_to_be_had_says_what_to_do(path, why, monkeypatch):
         list(DatasetPrompts(path, column="prompt"))
 
 
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_an_empty_file_is_named(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=rf"{name} is empty; expected a prompt a line"):
+        list(DatasetPrompts(str(tmp_path / name)))
+
+
 def test_a_file_that_is_not_json_says_what_to_do(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("a cat\na dog\n")

@@ -38,7 +38,10 @@ class HeadDrafter(Drafter):
 
     def bind(self, backbone, heads: Heads | None) -> "HeadDrafter":
         if heads is None:
-            raise ValueError("this decoder drafts with heads, but there are none: train and export some first")
+            raise ValueError(
+                "this decoder drafts with heads, but there are none: run stages=[cache,train,export] first, or set "
+                "decode.heads to a folder or a hub id"
+            )
         if self.chain and heads.spec.space != "latent":
             raise ValueError("a chain feeds predicted states back; token-space heads predict none")
         if self.chain and not heads.spec.k_horizontal:
