@@ -61,7 +61,7 @@ class CacheConfig:
 @dataclass
 class PhrasesConfig:
     merges: int = 8000  # the most phrases to learn
-    library: str = "${cache_dir:}/phrases-${phrases.merges}-of-${cache.samples}.json"  # a file
+    path: str = "${cache_dir:}/phrases-${phrases.merges}-of-${cache.samples}.json"  # a file
 
 
 @dataclass
@@ -296,7 +296,7 @@ def check(cfg: Config) -> None:
     device(cfg)
     if Stage.decode in cfg.stages and Stage.phrases not in cfg.stages:
         for name in cfg.decoder:
-            library = OmegaConf.select(cfg.decoder, f"{name}.rule.library")
+            library = (cfg.decoder[name].get("rule") or {}).get("library")
             if isinstance(library, str):
                 try:
                     phrases.load(Path(library))

@@ -139,7 +139,7 @@ def _bars(axes: Axes, groups: Mapping[str, list]) -> None:
     for i, ((name, tallies), colour) in enumerate(zip(groups.items(), cycle(COLOURS), strict=False)):
         heights = {j + (i - (len(groups) - 1) / 2) * width: t.rate for j, t in enumerate(tallies) if t}
         bars = axes.bar(heights.keys(), heights.values(), 0.92 * width, label=name, color=colour)
-        axes.bar_label(bars, fmt="{:.2f}", size=6, padding=1, rotation=90 if len(groups) > 2 else 0)
+        axes.bar_label(bars, fmt="{:.2f}", size=6, padding=1, rotation=90 if len(groups) > 1 else 0)
     _frame(axes)
 
 

@@ -271,7 +271,7 @@ def test_a_perfect_revision_saves_the_right_neighbour(backbone, heads):
     """If what is right of a re-drawn position moves to its true p, the next pass accepts it for certain."""
 
     class Clairvoyant(HeadDrafter):
-        def revise(self, state, items):
+        def _revised(self, state, items):
             truth = backbone.teacher_force(state.prompts, state.tokens[:, :-1].clamp_min(0))
             return guided_probabilities(backbone.readout(truth[:, items.sample, items.position]), state.sampling)
 

@@ -436,7 +436,7 @@ def test_phrases_are_those_of_the_training_prompts(copied, make_run, caplog):
     stage.run(run)
     path = copied / "cache/phrases-40-of-60.json"
     made = phrases.load(path)
-    assert run.cfg.phrases.library == str(path)
+    assert run.cfg.phrases.path == str(path)
     rows = tokens_of(copied / "cache", Split.TRAIN).flatten(0, 1)
     held_out = tokens_of(copied / "cache", Split.VALIDATION)
     assert len(rows) == 4 * (60 - len(held_out))
@@ -496,7 +496,7 @@ def test_a_cache_that_is_not_there_or_cut_short_is_named(copied, make_run, tmp_p
 
 def test_a_library_cannot_be_written_to_a_url(make_run, tmp_path):
     run = make_run(tmp_path, "cache.dir=https://example.org/cache", "stages=[phrases]")
-    with pytest.raises(ValueError, match=r"phrases.library is https://example.org/cache/phrases-8000-of-60.json; "):
+    with pytest.raises(ValueError, match=r"phrases.path is https://example.org/cache/phrases-8000-of-60.json; "):
         stage.check(run)
 
 
@@ -519,7 +519,7 @@ def test_configured_decoders_decode_with_the_library(copied, make_run, overrides
     stage.run(make_run(copied))
     run = make_run(copied, *overrides)
     (name, decoder), = configured_decoders(run).items()
-    assert run.cfg.decoder[name].rule.library == str(copied / "cache/phrases-8000-of-60.json")
+    assert run.cfg.decoder[name].rule["library"] == str(copied / "cache/phrases-8000-of-60.json")
     decoder.bind(run.backbone, Heads(HeadSpec(run.backbone.width, 12, k_horizontal=2, k_vertical=2)))
     assert len(decoder.rule.table.tokens) > 10
     assert isinstance(decoder.rule.rule, Grouped) == (GSD in overrides)

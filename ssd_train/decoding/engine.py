@@ -191,7 +191,7 @@ class State:
         if len(items.host_sample):
             with self._clock("judge"):
                 accepted = self._judge(items, any(step.fresh for step in steps)).accepted
-            if self.decoder.drafter is not None and self.decoder.drafter.revises:
+            if self.decoder.drafter is not None and self.decoder.drafter.revise:
                 with self._clock("draft"):
                     self._revise(items)
         bounds = items.bounds

@@ -6,7 +6,7 @@ items, (sample, position) pairs of a batch laid end to end; V the image vocabula
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,10 @@ class Drafter(ABC):
     sequential: bool = False
     """Whether a draft may depend on the one before it: then they are proposed and sampled one at a time."""
 
-    revises: bool = False
-    """Whether :meth:`revise` can bring a draft up to date when its left neighbour has been re-drawn."""
+    revise: "Callable[[State, Items], Tensor] | None" = None
+    """Brings drafts up to date whose left neighbours have been re-drawn; None: it does not. (state, items) -> q [N, V]
+    for N items that were judged in this step, each with a left neighbour that is another token now (state.tokens) than
+    the one it was fed as (state.fed)."""
 
     def bind(self, backbone: "Backbone", heads: "Heads | None") -> "Drafter":
         """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
@@ -89,11 +91,6 @@ class Drafter(ABC):
     def propose(self, state: "State", items: "Items", source: "Items", offset: Sequence[tuple[int, int]]) -> Tensor:
         """q [N, V] for N items, from as many ``source`` items at (rows, columns) ``offset``; drafts are sampled
         from it."""
-
-    def revise(self, state: "State", items: "Items") -> Tensor:
-        """q [N, V] for N items that were judged in this step, each with a left neighbour that is another token now
-        (state.tokens) than the one it was fed as (state.fed)."""
-        raise NotImplementedError
 
 
 class Rule(ABC):

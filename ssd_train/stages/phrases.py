@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 def check(run: Run) -> None:
     """Raises CacheError if there is no cache and none is to be made, ValueError if the library cannot lie beside it."""
-    if "://" in run.cfg.phrases.library:
-        raise ValueError(f"phrases.library is {run.cfg.phrases.library}; expected a file, where this run can write")
+    if "://" in run.cfg.phrases.path:
+        raise ValueError(f"phrases.path is {run.cfg.phrases.path}; expected a file, where this run can write")
     if Stage.cache not in run.cfg.stages:
         ShardCache(run.cache_dir).manifest()
 
@@ -32,7 +32,7 @@ def check(run: Run) -> None:
 def run(run: Run) -> None:
     if run.world.rank > 0:
         return
-    cfg, path = run.cfg, Path(run.cfg.phrases.library)
+    cfg, path = run.cfg, Path(run.cfg.phrases.path)
     manifest = ShardCache(run.cache_dir).manifest()
     identity = {
         "cache": config.fingerprint(manifest), "samples": cfg.cache.samples, "merges": cfg.phrases.merges

@@ -31,7 +31,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, chain: bool = False, revise: bool = False):
         self.chain = self.sequential = chain
-        self.revises = revise
+        self.revise = self._revised if revise else None
         self.heads: Heads | None = None
         # By decoding: the memory after a sample's last draft, [2, B, d/2], and that draft's position, [B].
         self._memories: WeakKeyDictionary = WeakKeyDictionary()
@@ -46,7 +46,7 @@ class HeadDrafter(Drafter):
             raise ValueError("a chain feeds predicted states back; token-space heads predict none")
         if self.chain and not heads.spec.k_horizontal:
             raise ValueError("a chain is made of the horizontal +1 head, but there is none: train with k_horizontal=1")
-        if self.revises and (heads.spec.space != "latent" or not heads.spec.k_horizontal):
+        if self.revise and (heads.spec.space != "latent" or not heads.spec.k_horizontal):
             raise ValueError(
                 f"revise=true moves states by the horizontal +1 head; these heads are in {heads.spec.space} space with "
                 f"k_horizontal={heads.spec.k_horizontal}: expected latent space and at least 1"
@@ -68,7 +68,7 @@ class HeadDrafter(Drafter):
                 logits[:, members] = self._logits(state, items, source, pair, members)
         return guided_probabilities(logits, state.sampling)
 
-    def revise(self, state, items) -> Tensor:
+    def _revised(self, state, items) -> Tensor:
         b, left = items.sample, items.position - 1
         tokens = torch.stack([state.fed[b, left], state.tokens[b, left]])
         embedded = state.backbone.embed(tokens)[:, None].expand(-1, 2, -1, -1)

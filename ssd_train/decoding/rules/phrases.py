@@ -33,13 +33,13 @@ class JointPhrases(JointRule):
             raise ValueError(f"tau is {tau}; expected a difference of probabilities, between 0 and 1")
         if longest is not None and longest < 2:
             raise ValueError(f"longest is {longest}; expected at least 2 tokens, or null for no limit")
-        self.rule, self.library, self.tau, self.longest = rule, library, tau, longest
+        self.rule, self.source, self.tau, self.longest = rule, library, tau, longest
         self.table: phrases.Table | None = None
 
     def bind(self, backbone) -> "JointPhrases":
         """Raises PhrasesError if there is no library, or it is of another backbone's tokens."""
         self.rule = self.rule.bind(backbone)
-        runs = self.library
+        runs = self.source
         if isinstance(runs, str | Path):
             library = phrases.load(Path(runs))
             for key in "fingerprint", "vocabulary":
