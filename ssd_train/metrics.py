@@ -150,8 +150,8 @@ def negative_log_likelihood(
     return nats / size
 
 
-def texture(images: Tensor) -> dict[str, float]:
-    """How much happens in pictures [B, H, W, 3] uint8: statistics of the luma (0 to 255), means over images.
+def texture(images: Tensor) -> dict[str, Tensor]:
+    """How much happens in each of the pictures [B, H, W, 3] uint8: statistics of the luma (0 to 255), float64 [B].
 
     ``laplacian_variance`` is the variance of the discrete Laplacian, the energy of the finest detail;
     ``luma_deviation`` the standard deviation, contrast at any scale. Washed-out pictures, whose NLL can be
@@ -161,8 +161,8 @@ def texture(images: Tensor) -> dict[str, float]:
     kernel = luma.new_tensor([[0, 1, 0], [1, -4, 1], [0, 1, 0]])[None, None]
     laplacian = F.conv2d(luma[:, None], kernel).flatten(1)
     return {
-        "laplacian_variance": float(laplacian.var(1, correction=0).mean()),
-        "luma_deviation": float(luma.flatten(1).std(1, correction=0).mean()),
+        "laplacian_variance": laplacian.var(1, correction=0),
+        "luma_deviation": luma.flatten(1).std(1, correction=0),
     }
 
 

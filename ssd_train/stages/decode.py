@@ -52,39 +52,34 @@ def run(run: Run, folder: str = "decode") -> None:
     prompts = run.prompts([Split.TEST], cfg.prompts)
     decoders = make_decoders(run)
     directory = run.output / folder
-    parts = {name: run.output / "parts" / _identity(run, name, prompts) for name in decoders}
+    drawn = _can_draw(run)
+    parts = {name: run.output / "parts" / _identity(run, name, prompts, drawn) for name in decoders}
     seconds, drafting = _time(run, decoders, prompts[: cfg.timed_images])
     run.meet()
     for name, decoder in decoders.items():
-        _decode(run, decoder, prompts, name, parts[name])
+        _decode(run, decoder, prompts, name, parts[name], drawn)
     run.meet()
     if run.world.rank > 0:
         return
     (directory / "tokens").mkdir(parents=True, exist_ok=True)
-    scorer = _optional(run, "scorer")
     entries, pictures = {}, {}
     first = {prompt.text: i for i, prompt in reversed(list(enumerate(prompts)))}
     shown = sorted(first.values())[: cfg.pictures]  # a caption once
     for name, decoder in decoders.items():
-        tokens, traces, nll = _gather(parts[name], len(_batches(prompts, cfg.batch_size)))
+        found, traces = _gather(parts[name], len(_batches(prompts, cfg.batch_size)))
+        tokens, right = found["tokens"], found.get("right")
         write_atomically(directory / "tokens" / f"{name}.safetensors", safetensors.torch.save({"tokens": tokens}))
-        images = _pixels(run, tokens)
-        pictures[name] = None if images is None else images[shown]
-        score = by_category = None
-        if scorer is not None and images is not None:
-            right = torch.as_tensor(scorer(images.numpy(), [p.text for p in prompts]))
-            score = metrics.wilson(int(right.sum()), len(prompts))
-            by_category = _by_category(run, prompts, right)
+        pictures[name] = backbone.decode_pixels(tokens[shown]) if drawn and shown else None
         entries[name] = report.DecoderReport(
             passes=metrics.mean_passes(traces),
             wall_seconds=seconds[name],
             draft_fraction=drafting[name],
             acceptance=metrics.acceptance(traces, backbone.grid),
-            nll=nll,
+            nll=float(found["nll"].mean()),
             exact=decoder.exact(backbone),
-            scene_score=score,
-            scene_score_by_category=by_category,
-            texture=None if images is None else metrics.texture(images),
+            scene_score=None if right is None else metrics.wilson(int(right.sum()), len(prompts)),
+            scene_score_by_category=None if right is None else _by_category(run, prompts, right),
+            texture={key: float(values.mean()) for key, values in _under("texture.", found).items()} or None,
             code_entropy=metrics.code_entropy(tokens, backbone.vocabulary),
         )
     _draw(run, directory, entries, pictures, [prompts[i].text for i in shown])
@@ -156,14 +151,15 @@ def _context(run: Run, prompts: list[Prompt]) -> tuple[PromptBatch, list[int]]:
     return context, [sample_seed(run.cfg.seed, p.index) for p in prompts]
 
 
-def _identity(run: Run, name: str, prompts: list[Prompt]) -> str:
-    """Of everything that decides what one decoder makes of the prompts, our own code included."""
+def _identity(run: Run, name: str, prompts: list[Prompt], drawn: bool) -> str:
+    """Of everything that decides what one decoder makes of the prompts and how that scores, our own code included."""
     node = decoder_nodes(run)[name]
     files = [run.heads_dir / "model.safetensors", *_files(OmegaConf.to_container(node, resolve=True))]
+    files += sorted(Path(ssd_train.__file__).parent.rglob("*.py"))
     return config.fingerprint(
         run.backbone.fingerprint, str(run.backbone.dtype), vars(run.sampling), run.cfg.seed, node,
-        [sha256(path) for path in files if path.exists()], [[p.index, p.text] for p in prompts],
-        run.cfg.decode.batch_size, [sha256(path) for path in sorted(Path(ssd_train.__file__).parent.rglob("*.py"))],
+        drawn, run.cfg.model.get("scorer"), run.cfg.decode.batch_size, [[p.index, p.text] for p in prompts],
+        [sha256(path) for path in files if path.exists()],
     )  # fmt: skip
 
 
@@ -199,11 +195,12 @@ def _time(run: Run, decoders: dict[str, Decoder], prompts: list[Prompt]) -> tupl
     )
 
 
-def _decode(run: Run, decoder: Decoder, prompts: list[Prompt], name: str, directory: Path) -> None:
+def _decode(run: Run, decoder: Decoder, prompts: list[Prompt], name: str, directory: Path, drawn: bool) -> None:
     """Makes the parts of one decoder that are not there, shared with the other processes. A part holds tokens
-    [B, h, w] int64, nll [B] float64 and the trace."""
+    [B, h, w] int64, nll [B] float64, the trace and, of images that are ``drawn``, their texture [B] and, where there is
+    a scorer, whether they are right [B]."""
     directory.mkdir(parents=True, exist_ok=True)
-    batches = _batches(prompts, run.cfg.decode.batch_size)
+    batches, scorer = _batches(prompts, run.cfg.decode.batch_size), _optional(run, "scorer")
     with run.progress(total=len(batches), desc=name, unit="batch") as bar:
 
         def is_there(i: int, again: bool) -> bool:
@@ -215,17 +212,28 @@ def _decode(run: Run, decoder: Decoder, prompts: list[Prompt], name: str, direct
             context, seeds = _context(run, batches[i])
             decoded = decoder(run.backbone, context, seeds, run.sampling)
             nll = metrics.negative_log_likelihood(run.backbone, context, decoded.tokens, run.sampling)
-            tensors = {"tokens": decoded.tokens, "nll": nll} | decoded.trace.tensors()
+            tensors = {"tokens": decoded.tokens, "nll": nll}
+            tensors |= {f"trace.{key}": tensor for key, tensor in decoded.trace.tensors().items()}
+            if drawn:
+                images = run.backbone.decode_pixels(decoded.tokens)
+                tensors |= {f"texture.{key}": tensor for key, tensor in metrics.texture(images).items()}
+                if scorer is not None:
+                    tensors["right"] = torch.as_tensor(scorer(images.numpy(), [p.text for p in batches[i]]))
             tensors = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
             write_atomically(_part(directory, i), safetensors.torch.save(tensors))
             bar.update()
 
 
-def _gather(directory: Path, parts: int) -> tuple[Tensor, list[Trace], float]:
-    """tokens [N, h, w] int64, a trace a batch, mean nats a token."""
+def _gather(directory: Path, parts: int) -> tuple[dict[str, Tensor], list[Trace]]:
+    """What the parts hold of each image, [N, ...], and a trace a batch."""
     loaded = [safetensors.torch.load_file(_part(directory, i)) for i in range(parts)]
-    tokens, nll = (torch.cat([part.pop(name) for part in loaded]) for name in ("tokens", "nll"))
-    return tokens, [Trace.of_tensors(part) for part in loaded], float(nll.mean())
+    traces = [Trace.of_tensors(_under("trace.", part)) for part in loaded]
+    images = {key: torch.cat([part[key] for part in loaded]) for key in loaded[0] if not key.startswith("trace.")}
+    return images, traces
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 def _part(directory: Path, i: int) -> Path:
@@ -236,13 +244,14 @@ def _batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
-def _pixels(run: Run, tokens: Tensor) -> Tensor | None:
-    """Images [N, H, W, 3] uint8, or None with a warning where the backbone cannot make pixels: the tokens are kept."""
+def _can_draw(run: Run) -> bool:
+    """Whether the backbone can make pixels. If not, a warning says why; tokens are kept in any case."""
     try:
-        return torch.cat([run.backbone.decode_pixels(part) for part in tokens.split(run.cfg.decode.batch_size)])
+        run.backbone.decode_pixels(torch.zeros(1, run.backbone.grid.height, run.backbone.grid.width, dtype=torch.int64))
     except FileNotFoundError as error:
         log.warning("no pictures: %s", error)
-        return None
+        return False
+    return True
 
 
 def _by_category(run: Run, prompts: list[Prompt], right: Tensor) -> dict | None:
