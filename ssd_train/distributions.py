@@ -111,6 +111,8 @@ def accept_and_redraw(
     draft [N] int64; accept [N], the rule's acceptance probability; weight [N, V], the rule's (unnormalised)
     re-draw distribution; u_accept, u_redraw [N] in (0, 1). With the strict rule the marginal of the result is
     exactly p when draft ~ q (Leviathan et al., arXiv 2211.17192, theorem 1).
+
+    A NaN accepts: 0/0 is a draft that a lossy rule let pass before, and p says nothing new of it.
     """
-    accepted = u_accept < accept
+    accepted = ~(u_accept >= accept)
     return Verdict(torch.where(accepted, draft, sample(weight, u_redraw)), accepted)

@@ -143,7 +143,7 @@ class Heads(nn.Module):
     def forward(self, direction: Direction, offset: int, z: Tensor, left: Tensor | None = None) -> Tensor:
         """z [..., 2dc] -> the predicted state *over* ``state_scale`` [..., d] (in token space: a feature). A recurrent
         head takes whole rows [..., w, 2dc] and, from :func:`left_neighbours`, ``left`` [..., w, d]."""
-        predictor = self._predictor(direction, offset)
+        predictor = self.predictor(direction, offset)
         if not self.recurrent(direction):
             return predictor(z)
         left = (left / self.spec.embedding_scale).expand(*z.shape[:-1], -1)
@@ -154,10 +154,11 @@ class Heads(nn.Module):
         """One column of a recurrent vertical head: z [N, 2dc], the left neighbour's embedding [N, d] (zeros in the
         first column) and the memory before it [N, d/2] -> the prediction [N, d] and the memory after it."""
         left = left / self.spec.embedding_scale
-        predicted, memory = self._predictor(Direction.VERTICAL, offset)(z[:, None], left[:, None], memory)
+        predicted, memory = self.predictor(Direction.VERTICAL, offset)(z[:, None], left[:, None], memory)
         return predicted[:, 0], memory
 
-    def _predictor(self, direction: Direction, offset: int) -> nn.Module:
+    def predictor(self, direction: Direction, offset: int) -> nn.Module:
+        """Raises ValueError if there is none."""
         key = name(direction, offset)
         if key not in self.predictors:
             raise ValueError(

@@ -246,9 +246,8 @@ def test_a_draft_model_of_other_images_is_refused_by_name(backbone, settings, me
 
 
 def test_a_draft_model_needs_a_draft_before_each_draft(backbone):
-    decoder = Decoder(Prefix(3), DraftModel(small), Strict()).bind(backbone)
-    with pytest.raises(ValueError, match="goes from one position to the next; use a schedule with source: left"):
-        decoder(backbone, micro.prompts(1), [0], SAMPLING)
+    with pytest.raises(ValueError, match="to the next; use the Prefix schedule with source: left"):
+        Decoder(Prefix(3), DraftModel(small), Strict()).bind(backbone)
 
 
 def test_variations_of_a_decoder_share_one_draft_model(backbone):

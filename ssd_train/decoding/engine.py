@@ -6,6 +6,7 @@ B samples, R = 2B rows (both CFG streams), L image tokens, V vocabulary, d width
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from ssd_train.decoding.parts import (
     Step,
     Trace,
     judges_neighbours,
+    rehearse,
 )
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.distributions import Sampling, Verdict, accept_and_redraw, guided_probabilities, race, sample
@@ -72,20 +74,26 @@ class Decoder:
 
     def bind(self, backbone: Backbone, heads=None) -> "Decoder":
         """Checks that the parts fit the backbone and each other. Raises ValueError with the reason if not."""
-        if self.schedule.window(backbone.grid) and (self.drafter is None or not (self.rule or self.common_noise)):
-            raise ValueError(f"{type(self.schedule).__name__} drafts: it needs a drafter and a rule")
+        drafts, schedule = self.schedule.window(backbone.grid) > 0, type(self.schedule).__name__
+        if drafts and (self.drafter is None or not (self.rule or self.common_noise)):
+            raise ValueError(f"{schedule} drafts: it needs a drafter and a rule")
+        if not drafts and (self.drafter or self.rule):
+            raise ValueError(f"{schedule} never drafts; expected drafter=null and rule=null")
         if self.common_noise and self.rule is not None and not self.rule.lossless:
             raise ValueError(
                 f"with common_noise the race decides about drafts, so {type(self.rule).__name__} would not be asked; "
                 "expected rule=null, or common_noise=false"
             )
+        steps = list(rehearse(self.schedule, backbone.grid))
         if self.drafter is not None:
             self.drafter = self.drafter.bind(backbone, heads)
+            for position, source in {pair for step in steps for pair in step.draft}:
+                self.drafter.require(source, position, backbone.grid)
         if self.rule is not None:
             self.rule = self.rule.bind(backbone)
-        if isinstance(self.rule, JointRule) and not judges_neighbours(self.schedule, backbone.grid):
+        if isinstance(self.rule, JointRule) and not judges_neighbours(steps, backbone.grid):
             raise ValueError(
-                f"{type(self.rule).__name__} judges runs of drafts, but {type(self.schedule).__name__} with these "
+                f"{type(self.rule).__name__} judges runs of drafts, but {schedule} with these "
                 "settings never judges two neighbouring drafts of a row in one pass; expected another rule or schedule"
             )
         return self
@@ -186,6 +194,9 @@ class State:
         if any(step.feed for step in steps):
             with self._clock("pass"):
                 self._feed([step.feed for step in steps])
+        for b, step in enumerate(steps):
+            if step.anew:
+                self._drafted[b if len(steps) > 1 else slice(None), list(step.anew)] = False
         items = self._items([step.judge for step in steps])
         accepted = None
         if len(items.host_sample):
@@ -194,8 +205,8 @@ class State:
             if self.decoder.drafter is not None and self.decoder.drafter.revise:
                 with self._clock("draft"):
                     self._revise(items)
-        bounds = items.bounds
-        return [Outcome(accepted, bounds[b], bounds[b + 1]) for b in range(len(steps))]
+        bounds, read = items.bounds, cache(lambda: [] if accepted is None else accepted.tolist())
+        return [Outcome(read, bounds[b], bounds[b + 1]) for b in range(len(steps))]
 
     def _draft(self, drafts: list[Sequence[tuple[int, int]]]) -> None:
         if not self.decoder.drafter.sequential:
@@ -228,9 +239,10 @@ class State:
         else:
             self.hidden[:, torch.arange(self.batch, device=self.device)[:, None], predicts] = hidden
 
-    def early_exit(self, items: Items, layers: int) -> Tensor:
-        """States [2, N, d] after the backbone's first ``layers``, for items of at most one position a sample: what
-        follows it, by these layers. Their KV cache entries are the ones that a full pass would write."""
+    def last_states(self, items: Items, layers: int | None = None) -> Tensor:
+        """Feeds the items through the backbone's first ``layers`` (None: all): of each, the state [2, N, d] that
+        follows its sample's last one, by these layers. Their KV cache entries are the ones that a full pass would
+        write."""
         positions: list[list[int]] = [[] for _ in range(self.batch)]
         for b, position in zip(items.host_sample.tolist(), items.host_position.tolist(), strict=True):
             positions[b].append(position)
@@ -251,7 +263,7 @@ class State:
                 [size + 1 if p < 0 else p for p in predicts],
             ]
             rows.append([column + column[-1:] * (longest - len(index)) for column in row])
-        slot, token, predicts = (torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))
+        slot, token, predicts = self._upload(np.array(rows)).unbind(1)
         width = 1 + max(max(index) for index, _, _ in rows)
         if len(rows) == 1:
             slots = Slots(slot[0], width, contiguous=rows[0][0][-1] - rows[0][0][0] == longest - 1)
@@ -268,11 +280,11 @@ class State:
         at = (items.sample, items.position)
         host = (items.host_sample, items.host_position)
         p = guided_probabilities(self.backbone.readout(self.hidden[:, *at]), self.sampling)
-        u = self._draw(items)
         drafted = self._drafted[host]
-        if self.decoder.common_noise:
+        u = None if self.decoder.common_noise else self._draw(items)
+        if u is None:
             token = race(p, self._noise(items))
-            verdict = Verdict(token, (token == self.tokens[at]) & torch.from_numpy(drafted).to(self.device))
+            verdict = Verdict(token, (token == self.tokens[at]) & self._upload(drafted))
         elif drafted.any():
             draft = self.tokens[at].clamp_min(0)  # -1 where there is none
             q = self.q[items.sample, items.position % self.window]
@@ -281,7 +293,7 @@ class State:
             if isinstance(rule, JointRule):
                 accept = rule.together(accept, p, q, draft, self._follows(items, drafted), u[:, Purpose.ACCEPT])
             if not drafted.all():
-                has_draft = torch.from_numpy(drafted).to(self.device)
+                has_draft = self._upload(drafted)
                 accept = torch.where(has_draft, accept, 0)
                 weight = torch.where(has_draft[:, None], weight, p)
             verdict = accept_and_redraw(draft, accept, weight, u[:, Purpose.ACCEPT], u[:, Purpose.REDRAW])
@@ -318,8 +330,8 @@ class State:
         else:
             draft, u = self.tokens[items.sample, items.position], self._draw(items)
             accept, weight = Strict()(q, self.q[items.sample, items.position % self.window], draft)
-            token = accept_and_redraw(draft, accept, weight, u[:, Purpose.REVISE_ACCEPT], u[:, Purpose.REVISE_REDRAW])
-            token = token.token
+            u_accept, u_redraw = u[:, Purpose.REVISE_ACCEPT], u[:, Purpose.REVISE_REDRAW]
+            token = accept_and_redraw(draft, accept, weight, u_accept, u_redraw).token
         self._put(items, token, q)
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
@@ -328,7 +340,7 @@ class State:
         """[N] bool: whether an item and the one before it are drafts side by side in a row."""
         beside = (np.diff(items.host_sample) == 0) & (np.diff(items.host_position) == 1)
         beside &= drafted[1:] & drafted[:-1] & (items.host_position[1:] % self.grid.width > 0)
-        return torch.from_numpy(np.concatenate([[False], beside])).to(self.device)
+        return self._upload(np.concatenate([[False], beside]))
 
     def _items(self, positions: list[Sequence[int]]) -> Items:
         """One list of positions a sample, or a single one for all."""
@@ -341,7 +353,7 @@ class State:
             host_position = np.concatenate([np.asarray(sample, dtype=np.int64) for sample in positions])
             host_sample = np.repeat(np.arange(self.batch), [len(sample) for sample in positions])
             bounds = [0, *np.cumsum([len(sample) for sample in positions]).tolist()]
-        sample, position = torch.from_numpy(np.stack([host_sample, host_position])).to(self.device)
+        sample, position = self._upload(np.stack([host_sample, host_position]))
         return Items(host_sample, host_position, sample, position, bounds)
 
     def _put(self, items: Items, token: Tensor, q: Tensor) -> None:
@@ -364,7 +376,12 @@ class State:
             purpose = torch.arange(len(Purpose), device=self.device)
             fresh = uniform(self.seeds[:, None, None], position, len(self._draws), purpose)
             self._draws = torch.cat([self._draws.view(-1, *fresh.shape), fresh[None]])
-        return self._draws[torch.from_numpy(visit).to(self.device), items.sample, items.position]
+        return self._draws[self._upload(visit), items.sample, items.position]
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        """To the device, without waiting for what it is doing: a copy from memory that is not pinned would."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ items, (sample, position) pairs of a batch laid end to end; V the image vocabula
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,25 +30,28 @@ class Step:
     ``feed`` runs the backbone over these positions' current tokens, which overwrites their KV cache entries and
     yields the states of the positions after them. ``judge`` settles positions whose state is known: a drafted one is
     accepted or re-drawn by the rule, one without a draft is drawn from p. With ``fresh``, every judged position after
-    the first rejection is drawn from p, whatever its draft was.
+    the first rejection is drawn from p, whatever its draft was; and so is what is judged ``anew``, whatever stands
+    there.
     """
 
     draft: Sequence[tuple[int, int]] = ()
     feed: Sequence[int] = ()
     judge: Sequence[int] = ()
     fresh: bool = False
+    anew: Sequence[int] = ()
 
 
 class Outcome:
-    """What a step's judgement did to one sample; reading it waits for the device."""
+    """What a step's judgement did to one sample; reading it waits for the device. ``read`` gives all samples' verdicts
+    laid end to end, of which the sample's are those from ``start`` to ``stop``."""
 
-    def __init__(self, accepted: Tensor, start: int, stop: int):
-        self._accepted, self._start, self._stop = accepted, start, stop
+    def __init__(self, read: Callable[[], list[bool]], start: int, stop: int):
+        self._read, self._start, self._stop = read, start, stop
 
     @property
     def accepted(self) -> list[bool]:
         """For each judged position, in the step's order, whether its draft was accepted."""
-        return self._accepted[self._start : self._stop].tolist()
+        return self._read()[self._start : self._stop]
 
 
 Script = Generator[Step, Outcome, Any]
@@ -87,10 +90,26 @@ class Drafter(ABC):
         """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
         return self
 
+    def require(self, source: int, position: int, grid: Grid) -> None:
+        """Raises ValueError if the bound drafter cannot draft this position from this source."""
+        return
+
     @abstractmethod
     def propose(self, state: "State", items: "Items", source: "Items", offset: Sequence[tuple[int, int]]) -> Tensor:
         """q [N, V] for N items, from as many ``source`` items at (rows, columns) ``offset``; drafts are sampled
         from it."""
+
+
+class NextTokenDrafter(Drafter):
+    """A language model of some kind: each draft comes from the position before it."""
+
+    sequential = True
+
+    def require(self, source: int, position: int, grid: Grid) -> None:
+        if source != position - 1:
+            raise ValueError(
+                "a draft model goes from one position to the next; use the Prefix schedule with source: left"
+            )
 
 
 class Rule(ABC):
@@ -118,18 +137,26 @@ class JointRule(Rule):
         is below the result."""
 
 
-def judges_neighbours(schedule: Schedule, grid: Grid) -> bool:
-    """Whether any step judges two drafts side by side in a row, found by a rehearsal that accepts everything."""
-    script, drafts, outcome = schedule.script(grid), set(), None
+def rehearse(schedule: Schedule, grid: Grid) -> Iterator[Step]:
+    """The steps of a script when everything is accepted."""
+    script, outcome = schedule.script(grid), None
     with suppress(StopIteration):
         while True:
             step = script.send(outcome)
-            drafts.update(position for position, _ in step.draft)
-            judged = drafts.intersection(step.judge)
-            if any(position % grid.width and position - 1 in judged for position in judged):
-                return True
-            drafts.update(step.judge)
-            outcome = Outcome(torch.ones(len(step.judge), dtype=torch.bool), 0, len(step.judge))
+            yield step
+            accepted = [True] * len(step.judge)
+            outcome = Outcome(lambda accepted=accepted: accepted, 0, len(accepted))
+
+
+def judges_neighbours(steps: Iterable[Step], grid: Grid) -> bool:
+    """Whether any step judges two drafts side by side in a row."""
+    drafts: set[int] = set()
+    for step in steps:
+        drafts.update(position for position, _ in step.draft)
+        judged = drafts.intersection(step.judge)
+        if any(position % grid.width and position - 1 in judged for position in judged):
+            return True
+        drafts.update(step.judge)
     return False
 
 

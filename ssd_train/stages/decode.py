@@ -53,7 +53,7 @@ def run(run: Run, folder: str = "decode") -> None:
     decoders = make_decoders(run)
     directory = run.output / folder
     drawn = _can_draw(run)
-    parts = {name: run.output / "parts" / _identity(run, name, prompts, drawn) for name in decoders}
+    parts = {name: run.output / "parts" / _identity(run, name, d, prompts, drawn) for name, d in decoders.items()}
     seconds, drafting = _time(run, decoders, prompts[: cfg.timed_images])
     run.meet()
     for name, decoder in decoders.items():
@@ -151,13 +151,14 @@ def _context(run: Run, prompts: list[Prompt]) -> tuple[PromptBatch, list[int]]:
     return context, [sample_seed(run.cfg.seed, p.index) for p in prompts]
 
 
-def _identity(run: Run, name: str, prompts: list[Prompt], drawn: bool) -> str:
+def _identity(run: Run, name: str, decoder: Decoder, prompts: list[Prompt], drawn: bool) -> str:
     """Of everything that decides what one decoder makes of the prompts and how that scores, our own code included."""
     node = decoder_nodes(run)[name]
     files = [run.heads_dir / "model.safetensors", *_files(OmegaConf.to_container(node, resolve=True))]
     files += sorted(Path(ssd_train.__file__).parent.rglob("*.py"))
+    models = [run.backbone, *filter(None, [getattr(decoder.drafter, "backbone", None)])]
     return config.fingerprint(
-        run.backbone.fingerprint, str(run.backbone.dtype), vars(run.sampling), run.cfg.seed, node,
+        [model.fingerprint for model in models], run.cfg.model.backbone, vars(run.sampling), run.cfg.seed, node,
         drawn, run.cfg.model.get("scorer"), run.cfg.decode.batch_size, [[p.index, p.text] for p in prompts],
         [sha256(path) for path in files if path.exists()],
     )  # fmt: skip

@@ -9,22 +9,19 @@ from torch import Tensor
 
 from ssd_train.backbones.base import Backbone, PromptBatch
 from ssd_train.decoding.engine import Items, State
-from ssd_train.decoding.parts import Drafter
+from ssd_train.decoding.parts import NextTokenDrafter
 from ssd_train.distributions import guided_probabilities
 
 _loaded: WeakValueDictionary[str, Backbone] = WeakValueDictionary()
 """By how they were loaded, so that variations of a decoder share one."""
 
 
-class DraftModel(Drafter):
+class DraftModel(NextTokenDrafter):
     """One token a step from a whole model of its own: another backbone with the same image tokens on the same grid.
 
     It reads the same prompts, both CFG streams, and keeps a KV cache of its own; its guided distribution is q. Entries
-    whose token has been re-drawn since are fed again, which is all that a rejection takes. The source of a draft must
-    be the position before it.
+    whose token has been re-drawn since are fed again, which is all that a rejection takes.
     """
-
-    sequential = True
 
     def __init__(self, backbone: Callable[..., Backbone]):
         """``backbone`` loads the draft model when it is called with ``name`` and ``device``."""
@@ -50,8 +47,6 @@ class DraftModel(Drafter):
         return self
 
     def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
-        if (items.host_position - source.host_position != 1).any():
-            raise ValueError("a draft model goes from one position to the next; use a schedule with source: left")
         if state not in self._states:
             self._states[state] = self._begin(state)
         mine, fed = self._states[state]
@@ -64,7 +59,7 @@ class DraftModel(Drafter):
         lengths = [len(run) for run in runs]
         host = np.stack([np.repeat(source.host_sample, lengths), np.concatenate(runs)])
         at = torch.from_numpy(host).to(state.device)
-        hidden = mine.early_exit(Items(*host, *at, [0, len(host[0])]), None)
+        hidden = mine.last_states(Items(*host, *at, [0, len(host[0])]))
         fed[at[0], at[1]] = state.tokens[at[0], at[1]]
         last = np.cumsum(lengths) - 1
         return guided_probabilities(self.backbone.readout(hidden[:, last]), state.sampling).to(state.q.dtype)

@@ -4,18 +4,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ssd_train.decoding.parts import Drafter
+from ssd_train.decoding.parts import NextTokenDrafter
 from ssd_train.distributions import guided_probabilities
 
 
-class EarlyExit(Drafter):
+class EarlyExit(NextTokenDrafter):
     """One token a step through the first ``layers`` layers (a self-draft, as for arXiv 2211.17192's draft model).
 
-    Its KV cache is the backbone's: these layers' entries of a draft are what the verifying pass writes again. The
-    source of a draft must be the position before it.
+    Its KV cache is the backbone's: these layers' entries of a draft are what the verifying pass writes again.
     """
-
-    sequential = True
 
     def __init__(self, layers: int):
         self.layers = layers
@@ -27,6 +24,4 @@ class EarlyExit(Drafter):
         return self
 
     def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
-        if (items.host_position - source.host_position != 1).any():
-            raise ValueError("a draft model goes from one position to the next; use a schedule with source: left")
-        return guided_probabilities(state.backbone.readout(state.early_exit(source, self.layers)), state.sampling)
+        return guided_probabilities(state.backbone.readout(state.last_states(source, self.layers)), state.sampling)

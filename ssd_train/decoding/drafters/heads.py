@@ -55,6 +55,21 @@ class HeadDrafter(Drafter):
         self.sequential = self.chain or heads.spec.recurrent
         return self
 
+    def require(self, source, position, grid) -> None:
+        rows, columns = grid.offset(source, position)
+        if (rows == 0) == (columns == 0) or rows < 0 or columns < 0:
+            raise ValueError(
+                f"no head drafts {rows} rows down and {columns} columns right; one of them must be 0 (a Jacobi window "
+                "needs source: above)"
+            )
+        self.heads.predictor(*self._head(rows, columns))
+
+    def _head(self, rows: int, columns: int) -> tuple[Direction, int]:
+        """The one that drafts at this offset."""
+        if rows:
+            return Direction.VERTICAL, rows
+        return Direction.HORIZONTAL, 1 if self.chain else columns
+
     def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
         groups: dict[tuple[int, int], list[int]] = {}
         for i, pair in enumerate(offset):
@@ -80,16 +95,11 @@ class HeadDrafter(Drafter):
 
     def _logits(self, state, items, source, offset: tuple[int, int], chosen: list[int] | slice) -> Tensor:
         """Draft logits [2, n, V] of the n chosen items, which are all at one offset."""
-        rows, columns = offset
-        if (rows == 0) == (columns == 0) or rows < 0 or columns < 0:
-            raise ValueError(f"no head drafts {rows} rows down and {columns} columns right; one of them must be 0")
-        direction = Direction.VERTICAL if rows else Direction.HORIZONTAL
-        distance, position = rows or columns, source.position[chosen]
+        direction, distance = self._head(*offset)
         chained = self.chain and direction is Direction.HORIZONTAL
-        if chained:
-            distance, position = 1, items.position[chosen] - 1
+        position = items.position[chosen] - 1 if chained else source.position[chosen]
         if self.heads.recurrent(direction):
-            predicted = self._along_row(state, items.host_sample[chosen], items.host_position[chosen], rows)
+            predicted = self._along_row(state, items.host_sample[chosen], items.host_position[chosen], distance)
         else:
             z = self._inputs(state, source.sample[chosen], position, self.heads.context(direction))
             predicted = self.heads(direction, distance, z)

@@ -27,10 +27,9 @@ class Grouped(Strict):
         _, weight = super().__call__(p, q, draft)
         order = p.sort(dim=-1, descending=True, stable=True).indices
         rank = (order == draft[:, None]).int().argmax(-1, keepdim=True)
-        around = torch.arange(self.size + 1, device=p.device) - self.size // 2
         # At an end of the ranking the window is shifted, not cut, so that it always holds ``size`` others.
         last = p.shape[-1] - 1
-        start = (rank + around[:1]).clamp(min=0).clamp(max=max(0, last - self.size))
+        start = (rank - self.size // 2).clamp(min=0).clamp(max=max(0, last - self.size))
         members = order.gather(1, (start + torch.arange(min(self.size, last) + 1, device=p.device)))
         p_members, p_draft = p.gather(1, members), p.gather(1, draft[:, None])
         apart = (self.embedding[members].float() - self.embedding[draft].float()[:, None]).square().sum(-1)

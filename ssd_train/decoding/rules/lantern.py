@@ -15,8 +15,10 @@ class LatentNeighbourhood(Rule):
     def __init__(self, k: int = 1000, delta: float = 0.1, relative: bool = False):
         if k < 0:
             raise ValueError(f"k is {k}; expected >= 0")
-        if delta < (1 if relative else 0):
-            raise ValueError(f"delta is {delta}; expected at least {1 if relative else 0}")
+        if relative and delta < 1:
+            raise ValueError(f"delta is {delta}; expected at least 1, a multiple of p(t)")
+        if not relative and not 0 <= delta < 1:
+            raise ValueError(f"delta is {delta}; expected a probability, below 1 (or relative=true)")
         self.k, self.delta, self.relative = k, delta, relative
         self.neighbours: Tensor | None = None
 
@@ -25,13 +27,11 @@ class LatentNeighbourhood(Rule):
         embedding = backbone.output.embedding.float()
         k = min(self.k, len(embedding) - 1)
         rows = []
-        for chunk in embedding.split(1024):
-            distance = torch.cdist(chunk, embedding)
-            rows.append(distance.argsort(-1)[:, : k + 1])
-        ranked = torch.cat(rows)
-        # A duplicate embedding may rank before the token itself.
-        itself = torch.arange(len(embedding), device=ranked.device)[:, None]
-        self.neighbours = ranked[ranked != itself].view(len(embedding), -1)[:, :k] if k else ranked[:, :0]
+        for start in range(0, len(embedding), 1024):
+            distance = torch.cdist(embedding[start : start + 1024], embedding)
+            distance.diagonal(start).fill_(-1)  # before any duplicate
+            rows.append(distance.argsort(-1)[:, 1 : k + 1])
+        self.neighbours = torch.cat(rows)
         return self
 
     def __call__(self, p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:

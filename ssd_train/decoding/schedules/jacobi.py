@@ -18,11 +18,11 @@ class JacobiWindow(Schedule):
 
     adaptive = True
 
-    def __init__(self, length: int = 16, coupled: bool = False, source: str = "left", reach: int | None = None):
+    def __init__(self, length: int = 16, coupled: bool = False, source: str = "settled", reach: int | None = None):
         if length < 2:
             raise ValueError(f"length is {length}; expected at least 2: one settled position and a draft")
-        if source not in ("left", "above"):
-            raise ValueError(f"source is {source!r}; expected 'left' or 'above'")
+        if source not in ("settled", "above"):
+            raise ValueError(f"source is {source!r}; expected 'settled' or 'above'")
         if reach is not None and reach < 1:
             raise ValueError(f"reach is {reach}; expected at least 1, or null for no limit")
         self.length, self.coupled, self.source, self.reach = length, coupled, source, reach

@@ -7,9 +7,10 @@ from ssd_train.grid import Grid
 class ParallelJacobi(Schedule):
     """Each row has a window of up to ``length`` - 1 drafts, settled up to the first rejection as in SJD; a row starts
     when ``lag`` tokens of the row above are settled. Until the row above ends, the token above its end stands in for
-    it. New drafts come from the position above, in the first row from the left (drafter: Copy); those after a rejection
-    keep their own judgement (the coupled form). No row drafts beyond what an earlier pass left in the row above it,
-    however much of it is accepted. Lossy: tokens are settled before what lies to their upper right is."""
+    it; then the next pass feeds its end. New drafts come from the position above, in the first row from the left
+    (drafter: Copy); those after a rejection keep their own judgement (the coupled form). No row drafts beyond what an
+    earlier pass left in the row above it, however much of it is accepted. Lossy: tokens are settled before what lies to
+    their upper right is."""
 
     adaptive = True
 
@@ -23,15 +24,23 @@ class ParallelJacobi(Schedule):
     def window(self, grid: Grid) -> int:
         return grid.size
 
+    def exact(self, grid: Grid) -> bool:
+        """Rows that wait for the one above to end are coupled Jacobi windows, one after the other."""
+        return self.lag >= grid.width
+
     def script(self, grid: Grid) -> Script:
         lag = min(self.lag, grid.width)
         settled = [1] + [0] * (grid.height - 1)
         entered = list(settled)
+        ended: set[int] = set()  # rows whose end has been fed since it was settled
         while min(settled) < grid.width:
             draft, feed, judge, windows = [], [], [], []
             above = [grid.width, *entered]  # of each row, what a new draft may be copied from
             for row, count in enumerate(settled):
                 if count == grid.width:
+                    if row not in ended:
+                        feed.append(grid.row(row).stop - 1)
+                        ended.add(row)
                     continue
                 if row and count == 0 and settled[row - 1] < lag:
                     break

@@ -39,6 +39,7 @@ class Prefix(Schedule):
                 draft=[(position, front if self.source == "settled" else position - 1) for position in drafts],
                 feed=range(front, stop if bonus else stop - 1),
                 judge=[*drafts, *bonus],
+                anew=bonus,
             )
             accepted = outcome.accepted
             # The first False is a re-drawn draft or the bonus: settled either way.

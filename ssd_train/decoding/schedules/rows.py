@@ -18,7 +18,7 @@ class Rows(Schedule):
     change it. Rounds may then be None for no other limit, and the result is exact AR sampling.
 
     Passes (prompt included), with chunks of c, B blocks, R = h - 1 rows, r, b, i rounds of first row, block, stage:
-    1 + ceil((w - 1) / c) (r + 1)  +  B b + R + (R - B) i.
+    1 + ceil((w - 1) / c) (r + 1)  +  B b + R + (R - B) i; r less where the last chunk is a single token.
     """
 
     def __init__(
@@ -54,8 +54,7 @@ class Rows(Schedule):
 
     def exact(self, grid: Grid) -> bool:
         """A position is final one round after its left context is: as many rounds as drafts in a block are enough."""
-        columns = range(0, grid.width - 1, self.chunk)
-        longest_chunk = max((min(self.chunk, grid.width - 1 - x) for x in columns), default=0)
+        longest_chunk = min(self.chunk, grid.width - 1)
         block = min(self.rows_per_block, grid.height - 1) * grid.width - 1
         return (self.first_row_rounds is None or self.first_row_rounds >= longest_chunk) and (
             self.rounds is None or self.rounds >= block

@@ -55,7 +55,9 @@ class Wave(Schedule):
         return max((in_flight + 1) * grid.width, self.chunk + 1) + 1
 
     def exact(self, grid: Grid) -> bool:
-        return self.rounds is None and (
+        """A position is final one round after its left context is, if that does not begin to change again."""
+        settles = self.rounds is None or self.stagger >= self.rounds >= grid.width
+        return settles and (
             self.first_row_rounds is None or self.first_row_rounds >= min(self.chunk, grid.width - 1)
         )
 
