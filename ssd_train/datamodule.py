@@ -144,9 +144,8 @@ def visits(sizes: Sequence[int], seed: int, readers: int, each: float) -> list[f
     return [times for times, size in zip(seen, sizes, strict=True) if size]
 
 
-def _ignore_signals(worker: int) -> None:
-    """A scheduler may signal a job's every process; this one's parent ends it."""
-    signals.ignore()
+def _start_worker(worker: int) -> None:
+    signals.heed_parent_only()
 
 
 class HeadDataModule(L.LightningDataModule):
@@ -199,7 +198,7 @@ class HeadDataModule(L.LightningDataModule):
             self.shards, self.batch_size, self.shuffle, self.seed, self.trainer.global_rank, self.trainer.world_size
         )
         stream.first_batch = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        return DataLoader(stream, batch_size=None, num_workers=self.workers, worker_init_fn=_ignore_signals)
+        return DataLoader(stream, batch_size=None, num_workers=self.workers, worker_init_fn=_start_worker)
 
     def val_dataloader(self) -> DataLoader:
         """Kept in memory: a few dozen samples, read once."""

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from types import FrameType
 
 AGAIN = os.EX_TEMPFAIL  # 75
@@ -30,10 +31,17 @@ def install() -> None:
         signal.signal(number, _handle)
 
 
-def ignore() -> None:
-    """For helper processes, which inherit handlers: their parent ends them."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def heed_parent_only() -> None:
+    """For helper processes: a scheduler may signal a job's every process, but these end when their parent says so. It
+    does with SIGTERM, at the latest when Python exits, which then waits for them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    Thread(target=_wait_for, args=(os.getppid(),), daemon=True).start()
+
+
+def _wait_for(parent: int) -> None:
+    while signal.sigwaitinfo(SIGNALS).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 @contextmanager

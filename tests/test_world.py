@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -152,6 +153,17 @@ def test_decoding_goes_on_where_it_was_cut_off(settings, launch, tmp_path):
     after = {path: path.stat().st_mtime_ns for path in parts.glob("*/*.safetensors")}
     assert len(after) == 30
     assert before.items() <= after.items()
+
+
+def test_an_error_in_training_ends_the_process_and_its_loader_s_worker(settings, cached, launch, tmp_path):
+    """The worker must not outlive it, nor be waited for in vain."""
+    arguments = settings(tmp_path, "stages=[train]", "train.epochs=400", "train.workers=1", f"cache.dir={cached}/cache")
+    processes = launch(arguments)
+    logs = tmp_path / "run/csv"
+    wait_for(lambda: any(path.stat().st_size for path in logs.glob("*/metrics.csv")), *processes)
+    shutil.rmtree(logs)
+    (printed,) = finish(processes, 1)
+    assert "FileNotFoundError: " in printed
 
 
 def wait_for(condition, *processes):
