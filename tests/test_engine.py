@@ -8,15 +8,24 @@ import pytest
 import torch
 
 from ssd_train.backbones.base import PromptBatch
+from ssd_train.decoding import engine
+from ssd_train.decoding.drafters.early_exit import EarlyExit
+from ssd_train.decoding.drafters.guess import Copy, Random
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.parts import Drafter
 from ssd_train.decoding.rules.constant import Amplify
+from ssd_train.decoding.rules.csd import EntropyRelaxed
+from ssd_train.decoding.rules.lantern import LatentNeighbourhood
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.decoding.schedules.chunks import Chunks
 from ssd_train.decoding.schedules.jacobi import JacobiWindow
 from ssd_train.decoding.schedules.parallel_jacobi import ParallelJacobi
+from ssd_train.decoding.schedules.prefix import Prefix
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.decoding.schedules.wave import Wave
+from ssd_train.decoding.schedules.zipar import ZipAR
 from ssd_train.distributions import Sampling, guided_probabilities
 from ssd_train.grid import Grid
 from ssd_train.heads import Direction, Heads, HeadSpec
@@ -44,6 +53,10 @@ def ssd(**settings):
 
 def window(length=9, coupled=True, reach=3):
     return JacobiWindow(length, coupled, source="above", reach=reach)
+
+
+def chain():
+    return Prefix(length=3, source="left", within_row=True)
 
 
 def rehearse(schedule, grid, accept):
@@ -152,6 +165,43 @@ def test_a_settled_row_of_a_wave_has_final_cache_entries(backbone, heads):
         assert torch.allclose(decoded.hidden[:, :, :settled], forced[:, :, :settled], atol=1e-12)
 
 
+@pytest.mark.parametrize("grid", [(3, 7), (7, 3)], ids=["wide", "high"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(ZipAR(lead) for lead in (1, 2, 5)),
+        *(ParallelJacobi(length, lag) for length, lag in ((2, 1), (4, 1), (4, 2), (9, 5))),
+        Rows(rounds=1, rows_per_block=2, staged_rounds=1),
+        Chunks(length=2),
+        Prefix(length=3),
+        window(reach=None),
+        window(coupled=False, reach=None),
+        Wave(rounds=2),
+        Wave(rounds=3, stagger=1),
+    ],
+    ids=lambda schedule: type(schedule).__name__,
+)
+def test_what_later_tokens_see_is_what_stands(monkeypatch, schedule, grid):
+    """The last token that the backbone consumed at a position is the one in the image, unless that was settled in the
+    last pass, after which nothing is drawn: no cache entry is left of a rejected draft or a stand-in."""
+    states = []
+
+    class Kept(engine.State):
+        def finish_trace(self):
+            states.append(self)
+            return super().finish_trace()
+
+    monkeypatch.setattr(engine, "State", Kept)
+    backbone = micro.janus(grid, scale=20.0)
+    decoder = Decoder(schedule, Copy(), Strict()).bind(backbone)
+    trace = decoder(backbone, micro.prompts(8), range(8), SAMPLING).trace
+    judged = torch.zeros(8, backbone.grid.size, dtype=torch.int64)
+    judged.view(-1).scatter_reduce_(0, trace.sample * backbone.grid.size + trace.position, trace.pass_index, "amax")
+    earlier = judged < judged.amax(1, keepdim=True)
+    assert earlier[:, : -grid[1]].float().mean() > 0.9
+    assert ((states[0].fed == states[0].tokens)[:, :-1] | ~earlier).all()
+
+
 BATCHED = {
     "ar": lambda: Decoder(Autoregressive()),
     "ssd, r = 0": lambda: ssd(rounds=0),
@@ -164,6 +214,13 @@ BATCHED = {
     ),
     "window": lambda: Decoder(window(), HeadDrafter(revise=True), Strict()),
     "window, common noise": lambda: Decoder(window(), HeadDrafter(revise=True), common_noise=True),
+    "window, copied drafts": lambda: Decoder(window(reach=None), Copy(), Strict()),
+    "window, csd": lambda: Decoder(JacobiWindow(9), Random(), EntropyRelaxed(0.5, 0.65)),
+    "window, amplify": lambda: Decoder(window(), HeadDrafter(revise=True), Amplify(2.0)),
+    "speculative, self-draft": lambda: Decoder(Prefix(length=3, source="left"), EarlyExit(1), Strict()),
+    "eagle": lambda: Decoder(chain(), HeadDrafter(chain=True), Strict()),
+    "lantern": lambda: Decoder(chain(), HeadDrafter(chain=True), LatentNeighbourhood(k=1, delta=0.5)),
+    "zipar": lambda: Decoder(ZipAR(lead=2), Copy(), Strict()),
 }
 
 
@@ -173,6 +230,7 @@ def test_a_sample_is_the_same_alone_and_in_a_batch(backbone, heads, make):
     decoder = make().bind(backbone, heads)
     prompts, seeds = micro.prompts(5, unequal=True), [11, 12, 13, 14, 15]
     together = decoder(backbone, prompts, seeds, SAMPLING)
+    assert not decoder.schedule.adaptive or len(set(together.trace.passes)) > 1
     for b in reversed(range(5)):
         keep = prompts.attend[0, b]
         one = PromptBatch(prompts.ids[:, b : b + 1, keep], prompts.attend[:, b : b + 1, keep])
@@ -292,7 +350,9 @@ def test_a_perfect_revision_saves_the_right_neighbour(backbone, heads):
                 found.append(right[redrawn + 1])
         return found
 
-    assert all(neighbours(Clairvoyant(revise=True)))
+    saved = neighbours(Clairvoyant(revise=True))
+    assert len(saved) > 10
+    assert all(saved)
     assert not all(neighbours(HeadDrafter()))
 
 
@@ -317,10 +377,7 @@ def test_trace_accounts_for_every_draft(backbone, heads):
 def test_perfect_drafts_are_always_accepted(backbone):
     """A drafter that proposes the target itself: the whole first round passes."""
 
-    class Oracle(HeadDrafter):
-        def bind(self, backbone, heads):
-            return self
-
+    class Oracle(Drafter):
         def propose(self, state, items, source, offset):
             tokens = state.tokens[:, :-1].clamp_min(0).clone()
             hidden = backbone.teacher_force(state.prompts, tokens)
@@ -335,10 +392,14 @@ def test_perfect_drafts_are_always_accepted(backbone):
 def test_errors_name_the_value_and_the_mend(backbone, heads):
     with pytest.raises(ValueError, match="Rows drafts: it needs a drafter and a rule"):
         Decoder(Rows()).bind(backbone)
+    with pytest.raises(ValueError, match="Autoregressive never drafts; expected drafter=null and rule=null"):
+        Decoder(Autoregressive(), Random(), Amplify(2.0)).bind(backbone)
+    with pytest.raises(ValueError, match=r"no head drafts 1 rows down and -. columns right; one of them must be 0"):
+        Decoder(JacobiWindow(5), HeadDrafter(), Strict()).bind(backbone, heads)
     with pytest.raises(ValueError, match=r"there are none: run stages=.cache,train,export. first, or set decode.heads"):
         ssd().bind(backbone)
     with pytest.raises(ValueError, match=r"no vertical head for offset 3; there are .*'vertical_2'"):
-        ssd(rounds=0, rows_per_block=3).bind(backbone, heads)(backbone, micro.prompts(1), [0], SAMPLING)
+        ssd(rounds=0, rows_per_block=3).bind(backbone, heads)
     with pytest.raises(ValueError, match="2 prompts but 1 seeds"):
         Decoder(Autoregressive())(backbone, micro.prompts(2), [0], SAMPLING)
     with pytest.raises(ValueError, match="rounds is null, no limit; that needs until_settled=true"):

@@ -11,6 +11,7 @@ from ssd_train.decoding.rules.csd import EntropyRelaxed
 from ssd_train.decoding.rules.grouped import Grouped
 from ssd_train.decoding.rules.lantern import LatentNeighbourhood
 from ssd_train.decoding.rules.strict import Strict
+from ssd_train.distributions import Sampling, accept_and_redraw, guided_probabilities
 
 P = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).double()
 Q = torch.tensor([[0.4, 0.4, 0.1, 0.1]]).double()
@@ -79,13 +80,83 @@ def test_latent_neighbourhood():
     assert judge(LatentNeighbourhood(k=0).bind(line), 1) == (pytest.approx(0.5), pytest.approx(RESIDUAL))
 
 
-@pytest.mark.parametrize("rule", [Strict(), Addition(), Amplify(), EntropyRelaxed(), Grouped(), LatentNeighbourhood()])
-def test_a_vocabulary_of_one_token_is_always_accepted(rule):
-    rule.bind(backbone([1.0, 2.0]))
-    one = torch.ones(2, 1).double()
-    accept, weight = rule(one, one, torch.zeros(2, dtype=torch.int64))
-    assert (accept >= 1).all()
-    assert (weight > 0).all()
+def guided(conditional, unconditional):
+    """Guidance 2 and top 3 of the logarithms of these: proportional to c^2 / u, without the smallest."""
+    logits = torch.tensor([conditional, unconditional]).double().log()[:, None]
+    return guided_probabilities(logits, Sampling(guidance=2.0, top_k=3))
+
+
+@pytest.mark.parametrize(
+    "rule, draft, accept, weight",
+    [
+        (Strict(), 0, math.inf, [0.8, 0.2, 0, 0]),
+        (Strict(), 2, 0.5, [0.8, 0.2, 0, 0]),
+        (Strict(), 3, 0, [0.8, 0.2, 0, 0]),
+        (Addition(0.1), 2, 0.6, [0.8, 0.2, 0, 0]),
+        (Addition(0.1), 3, 0.1, [0.8, 0.2, 0, 0]),
+        (Amplify(1.5), 2, 0.75, [0.8, 0.2, 0, 0]),
+        (Amplify(1.5), 3, 0, [0.8, 0.2, 0, 0]),
+        # TV is 0.625, the entropy (4 log 2 + 3 log 8/3 + log 8) / 8 = 0.9743.
+        (EntropyRelaxed(0.5, threshold=0.63), 2, 0.5 + 0.48716, [0.8, 0.2, 0, 0]),
+        (EntropyRelaxed(0.5, threshold=0.63), 3, 0.48716, [0.8, 0.2, 0, 0]),
+        (EntropyRelaxed(0.5, threshold=0.62), 3, 0, [0.8, 0.2, 0, 0]),
+        # By p the ranking is 0 1 2 3: around 2 stand 1, a gap of 0.25 away, and 3, one of 0.125; around 3 the same.
+        (Grouped(2, gap=0.3, distance=9), 2, 0.5 / 1, [0.8, 0.2, 0, 0]),
+        (Grouped(2, gap=0.2, distance=9), 2, 0.125 / 0.75, [0.8, 0.2, 0, 0]),
+        (Grouped(2, gap=0.2, distance=9), 3, 0.125 / 0.75, [0.8, 0.2, 0, 0]),
+        # Nearest to 2 is 1; nearest to 3 are 2 and then 1.
+        (LatentNeighbourhood(1, delta=0.4), 2, (0.125 + 0.375) / 0.25, [1, 0, 0, 0]),
+        (LatentNeighbourhood(1, delta=0.3), 2, 0.5, [0.8, 0.2, 0, 0]),
+        (LatentNeighbourhood(2, delta=0.2), 3, 0.125 / 0.5, [0.8, 0.2, 0, 0]),
+        (LatentNeighbourhood(2, delta=0.6), 3, (0.125 + 0.375) / 0.5, [1, 0, 0, 0]),
+    ],
+)
+def test_with_guidance_and_top_k(rule, draft, accept, weight):
+    """p from (8, 6, 2, 1) and q from (1, 2, 2, 4), each without its 1: max(0, p - q) = (4, 1, 0, 0) / 8."""
+    p, q = guided([4, 6, 2, 4], [2, 6, 2, 16]), guided([2, 4, 2, 4], [4, 8, 2, 4])
+    torch.testing.assert_close(p, torch.tensor([[0.5, 0.375, 0.125, 0]]).double())
+    torch.testing.assert_close(q, torch.tensor([[0, 0.25, 0.25, 0.5]]).double())
+    found = judge(rule.bind(backbone([0.0], [1.0], [2.0], [3.5])), draft, p, q)
+    assert found == (pytest.approx(accept, abs=1e-5), pytest.approx(weight))
+
+
+RULES = [Strict(), Addition(), Amplify(), EntropyRelaxed(), Grouped(), LatentNeighbourhood()]
+LEFT, RIGHT = [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "p, q, draft, accepted",
+    [
+        ([1.0], [1.0], 0, True),
+        (P[0].tolist(), P[0].tolist(), 0, True),
+        (LEFT, RIGHT, 0, True),
+        (LEFT, RIGHT, 2, False),
+        (LEFT, LEFT, 2, True),
+    ],
+    ids=["one token", "p is q", "q rules it out", "disjoint", "both rule it out"],
+)
+def test_degenerate_distributions(rule, p, q, draft, accepted):
+    """Certain verdicts, but for Addition's epsilon. A rejected draft is re-drawn from all of p, as q covers none of
+    it; what both rule out was let pass by a lossy rule before and stands."""
+    rule.bind(backbone(*([0.1 * i] for i in range(len(p)))))
+    numbers = torch.linspace(0.01, 0.99, 50).double()
+    p, q = (torch.tensor([x]).double().expand(50, -1) for x in (p, q))
+    drafts = torch.full((50,), draft)
+    accept, weight = rule(p, q, drafts)
+    epsilon = getattr(rule, "epsilon", 0.0)
+    u = 1 - 1e-9 if accepted else epsilon + 1e-9
+    verdict = accept_and_redraw(drafts, accept, weight, torch.full_like(numbers, u), numbers)
+    assert (verdict.accepted == accepted).all()
+    assert weight.isfinite().all()
+    assert (weight.sum(1) > 0).all()
+    if accepted:
+        assert (verdict.token == draft).all()
+        assert (accept[q[:, draft] > 0] >= 1).all()
+    else:
+        assert (accept == epsilon).all()
+        torch.testing.assert_close(weight / weight.sum(1, keepdim=True), p)
+        assert (p.gather(1, verdict.token[:, None]) > 0).all()
 
 
 def test_only_the_strict_rule_calls_itself_lossless():
@@ -103,6 +174,7 @@ def test_only_the_strict_rule_calls_itself_lossless():
         (lambda: EntropyRelaxed(threshold=2), "threshold is 2; expected between 0 and 1"),
         (lambda: Grouped(size=-1), "size is -1; expected >= 0"),
         (lambda: LatentNeighbourhood(delta=0.5, relative=True), "delta is 0.5; expected at least 1"),
+        (lambda: LatentNeighbourhood(delta=1.0), "delta is 1.0; expected a probability, below 1"),
     ],
 )
 def test_bad_settings_name_the_value(make, message):

@@ -124,10 +124,16 @@ class Decoder:
         )
 
 
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """To the device, without waiting for what it is doing, as a copy from memory that is not pinned would."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def after_first(flags: Tensor, group: np.ndarray) -> Tensor:
     """Whether an item comes after the first flagged one of its group: flags [N] bool, group [N] sorted -> [N] bool."""
     count = flags.cumsum(0) - flags.long()
-    start = torch.from_numpy(np.searchsorted(group, group)).to(flags.device)
+    start = upload(np.searchsorted(group, group), flags.device)
     return count > count[start]
 
 
@@ -263,7 +269,7 @@ class State:
                 [size + 1 if p < 0 else p for p in predicts],
             ]
             rows.append([column + column[-1:] * (longest - len(index)) for column in row])
-        slot, token, predicts = self._upload(np.array(rows)).unbind(1)
+        slot, token, predicts = upload(np.array(rows), self.device).unbind(1)
         width = 1 + max(max(index) for index, _, _ in rows)
         if len(rows) == 1:
             slots = Slots(slot[0], width, contiguous=rows[0][0][-1] - rows[0][0][0] == longest - 1)
@@ -284,7 +290,7 @@ class State:
         u = None if self.decoder.common_noise else self._draw(items)
         if u is None:
             token = race(p, self._noise(items))
-            verdict = Verdict(token, (token == self.tokens[at]) & self._upload(drafted))
+            verdict = Verdict(token, (token == self.tokens[at]) & upload(drafted, self.device))
         elif drafted.any():
             draft = self.tokens[at].clamp_min(0)  # -1 where there is none
             q = self.q[items.sample, items.position % self.window]
@@ -293,7 +299,7 @@ class State:
             if isinstance(rule, JointRule):
                 accept = rule.together(accept, p, q, draft, self._follows(items, drafted), u[:, Purpose.ACCEPT])
             if not drafted.all():
-                has_draft = self._upload(drafted)
+                has_draft = upload(drafted, self.device)
                 accept = torch.where(has_draft, accept, 0)
                 weight = torch.where(has_draft[:, None], weight, p)
             verdict = accept_and_redraw(draft, accept, weight, u[:, Purpose.ACCEPT], u[:, Purpose.REDRAW])
@@ -340,7 +346,7 @@ class State:
         """[N] bool: whether an item and the one before it are drafts side by side in a row."""
         beside = (np.diff(items.host_sample) == 0) & (np.diff(items.host_position) == 1)
         beside &= drafted[1:] & drafted[:-1] & (items.host_position[1:] % self.grid.width > 0)
-        return self._upload(np.concatenate([[False], beside]))
+        return upload(np.concatenate([[False], beside]), self.device)
 
     def _items(self, positions: list[Sequence[int]]) -> Items:
         """One list of positions a sample, or a single one for all."""
@@ -353,7 +359,7 @@ class State:
             host_position = np.concatenate([np.asarray(sample, dtype=np.int64) for sample in positions])
             host_sample = np.repeat(np.arange(self.batch), [len(sample) for sample in positions])
             bounds = [0, *np.cumsum([len(sample) for sample in positions]).tolist()]
-        sample, position = self._upload(np.stack([host_sample, host_position]))
+        sample, position = upload(np.stack([host_sample, host_position]), self.device)
         return Items(host_sample, host_position, sample, position, bounds)
 
     def _put(self, items: Items, token: Tensor, q: Tensor) -> None:
@@ -376,13 +382,7 @@ class State:
             purpose = torch.arange(len(Purpose), device=self.device)
             fresh = uniform(self.seeds[:, None, None], position, len(self._draws), purpose)
             self._draws = torch.cat([self._draws.view(-1, *fresh.shape), fresh[None]])
-        return self._draws[self._upload(visit), items.sample, items.position]
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        """To the device, without waiting for what it is doing: a copy from memory that is not pinned would."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
+        return self._draws[upload(visit, self.device), items.sample, items.position]
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
         if not self._timed:

@@ -9,10 +9,10 @@ class JacobiWindow(Schedule):
     first rejection, and its re-draw, are settled; the window moves on and new drafts enter at its end.
 
     What stood after the first rejection stays in the window: re-drawn fresh from p (the published way), or,
-    ``coupled``, as its own judgement left it. Both are exact. Coupled is, because a token always is a draw from the p of
-    what stood to its left when that was fed, by random numbers which nothing to its left has seen: given that context
-    and what has become of it, the token is a draft from q = that p, so accept-and-redraw makes it a draw from the new
-    p; and a position is settled when its p is that of a settled context.
+    ``coupled``, as its own judgement left it. Both are exact. Coupled is, because a token is always a draw from the p
+    of what stood to its left when that was fed, by random numbers which nothing to its left has seen: given that
+    context and what has become of it, the token is a draft from q = that p, so accept-and-redraw makes it a draw from
+    the new p; and a position is settled when its p is that of a settled context.
     New drafts come from the last settled position; with ``source="above"``, from the position above them where there
     is one, once it has been judged. ``reach`` is how far a draft may be from a source to its left (heads, which draft
     no other rows from there, need ``source="above"`` and a reach of at most head.k_horizontal); the window ends before
