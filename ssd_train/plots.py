@@ -128,6 +128,9 @@ def _curves(axes: Axes, points: Sequence[Mapping], series: Sequence[str], key: s
             )
             text.set_path_effects([withStroke(linewidth=2, foreground="white")])
     axes.margins(x=0.08, y=0.08)
+    # Ratios; and most decoders crowd together at the lower ones.
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlim(left=min(1, axes.get_xlim()[0]))  # AR's own: a small difference shall look small
     axes.set_xlabel("step speed-up over AR")
     _frame(axes)
