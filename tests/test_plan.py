@@ -116,8 +116,8 @@ def test_a_pass_is_bound_by_memory_or_by_arithmetic(tokens, bandwidth, flops, se
     assert plan.pass_seconds(SIZES, card, images=3, tokens=tokens, width=10) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("schedule", [Autoregressive(), Rows(rounds=1, chunk=3)], ids=["ar", "ssd"])
-def test_passes_are_those_that_decoding_makes(schedule, model, prompt_length, monkeypatch):
+@pytest.mark.parametrize("parts", [[Autoregressive()], [Rows(1, chunk=3), Random(), Strict()]], ids=["ar", "ssd"])
+def test_passes_are_those_that_decoding_makes(parts, model, prompt_length, monkeypatch):
     """With end-of-line tokens riding along, whose slots count."""
     _, backbone, prompts = model
     made, begin = [], KVCache.begin
@@ -127,8 +127,8 @@ def test_passes_are_those_that_decoding_makes(schedule, model, prompt_length, mo
         return begin(cache, slots)
 
     monkeypatch.setattr(KVCache, "begin", watch)
-    Decoder(schedule, Random(), Strict()).bind(backbone)(backbone, prompts, range(BATCH), Sampling())
-    assert plan.passes(schedule, backbone.grid) == made
+    Decoder(*parts).bind(backbone)(backbone, prompts, range(BATCH), Sampling())
+    assert plan.passes(parts[0], backbone.grid) == made
 
 
 def test_hours_of_training_are_those_of_its_products(monkeypatch):
