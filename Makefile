@@ -11,6 +11,8 @@ test: .venv/installed  ## every test, the slow ones too
 
 lint: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

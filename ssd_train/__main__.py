@@ -22,14 +22,14 @@ def main(cfg: config.Config) -> float | None:
     """Returns the metric that sweeps optimise, the mean validation acceptance rate, if this run trained heads."""
     if OmegaConf.is_missing(cfg, "model"):
         raise SystemExit(f"no model: add +model=<name>, one of {', '.join(config.choices('model'))}")
-    from ssd_train import signals
+    from ssd_train.processes import signals
 
     signals.install()  # before torch is imported, which can take long
-    from ssd_train.run import Run
+    from ssd_train.processes.world import World
+    from ssd_train.runs.run import Run
+    from ssd_train.runs.sweep import JobError
+    from ssd_train.runs.tracking import finish
     from ssd_train.stages import STAGES
-    from ssd_train.sweep import JobError
-    from ssd_train.tracking import finish
-    from ssd_train.world import World
 
     noise = "does not have many", "exists and is not empty", "LeafSpec", "Cannot dispatch to fused", "The `srun`"
     for pattern in noise:

@@ -17,8 +17,8 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from ssd_train import phrases
-from ssd_train.shards import CacheDtype
+from ssd_train.cache.shards import CacheDtype, place
+from ssd_train.decoding import phrases
 
 
 class Stage(Enum):
@@ -146,10 +146,22 @@ def register() -> None:
     OmegaConf.register_new_resolver("cache_dir", _cache_dir, replace=True)
 
 
-def _cache_dir(*, _root_: DictConfig) -> str:
-    from ssd_train.run import Run
+def cache_fingerprint(cfg: Config) -> str:
+    """Of everything that decides what is in a cache, but for how many samples there are."""
+    model = (cfg.model[key] for key in ("name", "backbone", "sampling", "prompts"))
+    cache = {k: str(v) for k, v in cfg.cache.items() if k not in ("dir", "samples", "verify")}
+    return fingerprint(*model, cache, cfg.seed)
 
-    return str(Run(_root_).cache_dir)
+
+def cache_dir(cfg: Config) -> Path | str:
+    """Where a run's cache lies; a URL only if cache.dir is one."""
+    if cfg.cache.dir:
+        return place(cfg.cache.dir)
+    return Path("runs/cache") / f"{cfg.model.name}-{cache_fingerprint(cfg)}"
+
+
+def _cache_dir(*, _root_: DictConfig) -> str:
+    return str(cache_dir(_root_))
 
 
 def _folder(overrides: str) -> str:

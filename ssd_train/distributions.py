@@ -103,9 +103,7 @@ class Verdict(NamedTuple):
     accepted: Tensor  # [N] bool
 
 
-def accept_and_redraw(
-    draft: Tensor, accept: Tensor, weight: Tensor, u_accept: Tensor, u_redraw: Tensor
-) -> Verdict:
+def accept_and_redraw(draft: Tensor, accept: Tensor, weight: Tensor, u_accept: Tensor, u_redraw: Tensor) -> Verdict:
     """The accept-and-redraw step; every decoder's.
 
     draft [N] int64; accept [N], the rule's acceptance probability; weight [N, V], the rule's (unnormalised)

@@ -16,11 +16,11 @@ from hydra import compose, initialize_config_dir
 from torch.utils.data import DataLoader
 
 from ssd_train import config
-from ssd_train.datamodule import HeadDataModule, TrainingStream
-from ssd_train.module import HeadModule
-from ssd_train.run import Run
+from ssd_train.runs.run import Run
+from ssd_train.runs.tracking import Throughput
 from ssd_train.stages.train import make_heads, make_trainer
-from ssd_train.tracking import Throughput
+from ssd_train.training.datamodule import HeadDataModule, TrainingStream
+from ssd_train.training.module import HeadModule
 
 WARM_UP = 5  # batches
 

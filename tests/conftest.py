@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from transformers import GenerationConfig
 
 from ssd_train import config
-from ssd_train.run import Run
+from ssd_train.runs.run import Run
 from ssd_train.tiny.tokenizer import BOI, build_tokenizer
 
 MICRO = [

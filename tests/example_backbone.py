@@ -72,9 +72,7 @@ class LlamaGen(Backbone):
         return cls(model.to(device), PreTrainedTokenizerFast.from_pretrained(folder), name, grid)
 
     @classmethod
-    def sketch(
-        cls, architecture: dict, name: str = "llamagen", grid: Sequence[int] = (16, 16), **how
-    ) -> "LlamaGen":
+    def sketch(cls, architecture: dict, name: str = "llamagen", grid: Sequence[int] = (16, 16), **how) -> "LlamaGen":
         """Optional: with it, the plan stage tells what a run needs before anything is loaded."""
         model = random_model(DrawingLlama, LlamaConfig.from_dict(architecture), **how)
         return cls(model, byte_tokenizer({"<s>": 0}), name, grid)

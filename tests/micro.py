@@ -65,9 +65,7 @@ def janus_model(vocabulary=5, grid=(2, 3), width=16, layers=2, seed=0, scale=8.0
 
 
 def generation_config() -> GenerationConfig:
-    return GenerationConfig(
-        bos_token_id=BOS, pad_token_id=PAD, generation_kwargs={"boi_token_id": BEGIN_OF_IMAGE}
-    )
+    return GenerationConfig(bos_token_id=BOS, pad_token_id=PAD, generation_kwargs={"boi_token_id": BEGIN_OF_IMAGE})
 
 
 def janus(grid=(2, 3), **kwargs) -> Janus:

@@ -66,9 +66,9 @@ def config(codes: int = 7, width: int = 16, layers: int = 2) -> Emu3Config:
 
 def model(codes=7, width=16, layers=2, seed=0, scale=8.0, dtype=torch.float64, attention="sdpa"):
     torch.manual_seed(seed)
-    made = Emu3ForConditionalGeneration._from_config(
-        config(codes, width, layers), attn_implementation=attention
-    ).to(dtype)
+    made = Emu3ForConditionalGeneration._from_config(config(codes, width, layers), attn_implementation=attention).to(
+        dtype
+    )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "vqmodel" in name:

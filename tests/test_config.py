@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from ssd_train import config
 from ssd_train.config import Space
 from ssd_train.decoding.engine import Decoder
-from ssd_train.run import Run
+from ssd_train.runs.run import Run
 from ssd_train.stages.decode import curves
 
 config.register()

@@ -108,6 +108,6 @@ def test_degenerate_vocabulary_and_greedy():
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}])
 def test_bad_settings_name_the_value(bad):
-    (name, value), = bad.items()
+    ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=rf"sampling\.{name} is {value}; expected"):
         Sampling(**bad)

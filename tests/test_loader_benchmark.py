@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ssd_train import datamodule
 from ssd_train import loader_benchmark as benchmark
+from ssd_train.training import datamodule
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{noise}") for noise in ("does not have many workers", "LeafSpec", "srun")

@@ -11,8 +11,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from ssd_train import sweep
-from ssd_train.report import table_markdown
+from ssd_train.evaluation.report import table_markdown
+from ssd_train.runs import sweep
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "run.ipynb"

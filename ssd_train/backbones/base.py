@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssd_train.backbones.kv_cache import KVCache, Slots
 from ssd_train.grid import Grid
-from ssd_train.kv_cache import KVCache, Slots
 
 
 @dataclass(frozen=True)

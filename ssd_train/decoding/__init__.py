@@ -1,1 +1,2 @@
-"""One block-decoding engine; a decoder is a drafter, a rule and a schedule."""
+"""One block-decoding engine: prompts and seeds go in, tokens and a trace of every judgement come out. A decoder is a
+drafter, a rule and a schedule."""

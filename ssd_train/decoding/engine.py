@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ssd_train.backbones.base import Backbone, PromptBatch
+from ssd_train.backbones.kv_cache import Slots
 from ssd_train.decoding.parts import (
     Drafter,
     JointRule,
@@ -30,7 +31,6 @@ from ssd_train.decoding.parts import (
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.distributions import Sampling, Verdict, accept_and_redraw, guided_probabilities, race, sample
 from ssd_train.draws import Purpose, uniform
-from ssd_train.kv_cache import Slots
 
 
 class Items(NamedTuple):
@@ -314,9 +314,7 @@ class State:
         self._put(items, verdict.token, p)
         self._visits[host] += 1
         self._round[host] += 1
-        self._events.append(
-            (len(self._trace.fed) - 1, host, self._round[host], drafted, self._offset[host], verdict)
-        )
+        self._events.append((len(self._trace.fed) - 1, host, self._round[host], drafted, self._offset[host], verdict))
         return verdict
 
     def _revise(self, judged: Items) -> None:
@@ -383,6 +381,7 @@ class State:
             fresh = uniform(self.seeds[:, None, None], position, len(self._draws), purpose)
             self._draws = torch.cat([self._draws.view(-1, *fresh.shape), fresh[None]])
         return self._draws[upload(visit, self.device), items.sample, items.position]
+
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
         if not self._timed:

@@ -19,7 +19,7 @@ from ssd_train.grid import Grid
 if TYPE_CHECKING:
     from ssd_train.backbones.base import Backbone
     from ssd_train.decoding.engine import Items, State
-    from ssd_train.heads import Heads
+    from ssd_train.heads.predictors import Heads
 
 
 @dataclass(frozen=True)

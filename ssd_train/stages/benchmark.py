@@ -1,7 +1,7 @@
 """The decode stage with a folder of its own: many decoders beside each other. Batches that either stage has decoded are
 not decoded again."""
 
-from ssd_train.run import Run
+from ssd_train.runs.run import Run
 from ssd_train.stages import decode
 
 check = decode.check

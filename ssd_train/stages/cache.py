@@ -13,18 +13,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 import ssd_train
-from ssd_train import plan
 from ssd_train.backbones.base import Backbone
-from ssd_train.config import CacheSource, Stage
-from ssd_train.decoding.engine import Decoder
-from ssd_train.decoding.schedules.ar import Autoregressive
-from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
-from ssd_train.draws import sample_seed
-from ssd_train.files import claim, remove_strays, share_out
-from ssd_train.kv_cache import Slots
-from ssd_train.prompts import Prompt, Split, split_of
-from ssd_train.run import Run
-from ssd_train.shards import (
+from ssd_train.backbones.kv_cache import Slots
+from ssd_train.cache.shards import (
     CacheDtype,
     CacheError,
     Sample,
@@ -34,6 +25,15 @@ from ssd_train.shards import (
     sample_bytes,
     unpack,
 )
+from ssd_train.config import CacheSource, Stage
+from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
+from ssd_train.draws import sample_seed
+from ssd_train.processes.files import claim, remove_strays, share_out
+from ssd_train.prompts import Prompt, Split, split_of
+from ssd_train.runs import plan
+from ssd_train.runs.run import Run
 
 log = logging.getLogger(__name__)
 

@@ -22,15 +22,17 @@ from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 
 import ssd_train
-from ssd_train import config, metrics, plots, report, tracking
+from ssd_train import config
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.parts import Trace
 from ssd_train.draws import sample_seed
-from ssd_train.export import load_heads, read_config, write_card
-from ssd_train.files import sha256, share_out, write_atomically
+from ssd_train.evaluation import metrics, plots, report
+from ssd_train.heads.export import load_heads, read_config, write_card
+from ssd_train.processes.files import sha256, share_out, write_atomically
 from ssd_train.prompts import Prompt, Split
-from ssd_train.run import Run
+from ssd_train.runs import tracking
+from ssd_train.runs.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 def check(run: Run) -> None:
     """Raises ValueError if there are too few prompts, a decoder cannot be built, or decode.heads are not there,
     InstantiationException for a logger that is not."""
-    tracking.check(run)
+    tracking.check(run.cfg)
     run.prompts([Split.TEST], run.cfg.decode.prompts)
     configured_decoders(run)
     _optional(run, "scorer"), _optional(run, "category")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
-from ssd_train.config import Stage
-from ssd_train.export import HeadsError, load_heads, read_config, save_heads
-from ssd_train.heads import Heads, HeadSpec
-from ssd_train.run import Run
-from ssd_train.tracking import log_heads
+from ssd_train.config import Stage, cache_fingerprint
+from ssd_train.heads.export import HeadsError, load_heads, read_config, save_heads
+from ssd_train.heads.predictors import Heads, HeadSpec
+from ssd_train.processes.files import read_json
+from ssd_train.runs.run import Run
+from ssd_train.runs.tracking import log_heads
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def run(run: Run) -> None:
     summary = _summary(run)
     directory = run.output / "heads"
     training = {key: summary[key] for key in ("fingerprint", "steps", "samples", "validation")}
-    training["cache"] = run.cache_fingerprint
+    training["cache"] = cache_fingerprint(run.cfg)
     if _is_exported(run, directory, training):
         log.info("heads are exported already to %s", directory)
         return
@@ -40,7 +41,7 @@ def run(run: Run) -> None:
 
 def _summary(run: Run) -> dict:
     """What the train stage wrote when it had finished. Raises HeadsError if that was never, or other heads."""
-    summary = run.read_json("training.json")
+    summary = read_json(run.output / "training.json")
     if summary is not None and summary["fingerprint"] != run.train_fingerprint:
         raise HeadsError(f"{run.output} holds heads trained with other settings; run the train stage first")
     if summary is None or not run.checkpoint.exists():

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ssd_train import config, phrases
+from ssd_train import config
+from ssd_train.cache.shards import ShardCache
 from ssd_train.config import Stage
-from ssd_train.datamodule import HeadDataModule, Shards
+from ssd_train.decoding import phrases
 from ssd_train.prompts import Split
-from ssd_train.run import Run
-from ssd_train.shards import ShardCache
+from ssd_train.runs.run import Run
+from ssd_train.training.datamodule import HeadDataModule, Shards
 
 log = logging.getLogger(__name__)
 

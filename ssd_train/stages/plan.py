@@ -2,10 +2,10 @@
 
 import logging
 
-from ssd_train import plan
 from ssd_train.backbones.sketches import sketch
-from ssd_train.files import write_atomically
-from ssd_train.run import Run
+from ssd_train.processes.files import write_atomically, write_json
+from ssd_train.runs import plan
+from ssd_train.runs.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def run(run: Run) -> None:
     sizes = plan.Sizes.of(sketch(run.cfg.model))
     plan.require_reach(run.cfg, sizes.grid)
     contents = plan.plan(run.cfg, sizes, run.world.size)
-    run.write_json("plan.json", contents)
+    write_json(run.output / "plan.json", contents)
     table = plan.markdown(contents)
     write_atomically(run.output / "plan.md", f"{table}\n".encode())
     log.info("plan in %s\n%s", run.output / "plan.md", table)

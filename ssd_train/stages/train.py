@@ -18,17 +18,18 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ssd_train import plan, signals, tracking
+from ssd_train.cache.shards import CacheError, ShardCache
 from ssd_train.config import Strategy
-from ssd_train.datamodule import HeadDataModule
-from ssd_train.files import remove_strays, replacing
-from ssd_train.heads import Heads, HeadSpec
-from ssd_train.module import HeadModule
+from ssd_train.heads.predictors import Heads, HeadSpec
+from ssd_train.processes import signals
+from ssd_train.processes.files import read_json, remove_strays, replacing, write_json
+from ssd_train.processes.world import PATIENCE
 from ssd_train.prompts import Split
-from ssd_train.run import Run
-from ssd_train.shards import CacheError, ShardCache
+from ssd_train.runs import plan, tracking
+from ssd_train.runs.run import Run
 from ssd_train.stages.cache import identity
-from ssd_train.world import PATIENCE
+from ssd_train.training.datamodule import HeadDataModule
+from ssd_train.training.module import HeadModule
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class Checkpoints(TorchCheckpointIO):
 
 def check(run: Run) -> None:
     """Raises ValueError for settings that Lightning refuses, InstantiationException for a logger that is not there."""
-    tracking.check(run)
+    tracking.check(run.cfg)
     accumulate = run.cfg.train.trainer.get("accumulate_grad_batches", 1)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"train.trainer.accumulate_grad_batches is {accumulate!r}; expected a whole number, 1 or more")
@@ -146,7 +147,7 @@ def check(run: Run) -> None:
 
 def run(run: Run) -> float:
     """Returns the mean acceptance rate over heads on the validation prompts."""
-    summary = run.read_json("training.json")
+    summary = read_json(run.output / "training.json")
     if summary and summary["fingerprint"] == run.train_fingerprint and run.checkpoint.exists():
         log.info("heads in %s are trained already", run.output)
         return summary["validation"]["validation/acceptance"]
@@ -190,8 +191,8 @@ def run(run: Run) -> float:
         ", ".join(f"{key} {metrics[f'validation/acceptance/{key}']:.2f}" for key in heads.predictors),
     )  # fmt: skip
     if run.world.rank == 0:
-        run.write_json(
-            "training.json",
+        write_json(
+            run.output / "training.json",
             {
                 "fingerprint": run.train_fingerprint,
                 "steps": steps,

@@ -1,1 +1,1 @@
-"""The tiny test bed: captioned scenes, their checker, and the training of a small Janus on them."""
+"""The small backbone that ships: captioned scenes, their checker, and the training of a small Janus on them."""

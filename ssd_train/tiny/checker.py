@@ -24,9 +24,7 @@ SLACK = 2.0  # pixels by which a relation may fall short of the renderer's own m
 # Area in units of radius squared, and how far the centroid lies below the centre in units of radius.
 _AREA = {"circle": np.pi, "square": 1.8**2, "triangle": 3 * 3**0.5 * 0.65**2}
 _DROP = {"circle": 0.0, "square": 0.0, "triangle": 0.325}
-_REFINE = [(0.0, 0.0, 1.0)] + [
-    (dx, dy, s) for s in (0.96, 1.0, 1.04) for dx in (-0.5, 0, 0.5) for dy in (-0.5, 0, 0.5)
-]
+_REFINE = [(0.0, 0.0, 1.0)] + [(dx, dy, s) for s in (0.96, 1.0, 1.04) for dx in (-0.5, 0, 0.5) for dy in (-0.5, 0, 0.5)]
 
 
 @dataclass(frozen=True)

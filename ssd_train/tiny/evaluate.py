@@ -51,9 +51,7 @@ def measure(
         "score": {},
     }
     for scale in guidance:
-        images, captions, out["score"][str(scale)] = sample_and_score(
-            model, tokenizer, n, scale, seed, temperature
-        )
+        images, captions, out["score"][str(scale)] = sample_and_score(model, tokenizer, n, scale, seed, temperature)
         print(scale, json.dumps(out["score"][str(scale)]), flush=True)
         if grid is not None:
             save_grid(images[:48], captions, grid.with_stem(f"{grid.stem}-{scale}"))

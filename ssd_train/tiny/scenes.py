@@ -151,9 +151,7 @@ def _place(rng: np.random.Generator, n: int, relation: str | None, width: int) -
     while True:
         r = rng.uniform(low, high, n)
         xy = rng.uniform(1.15 * r + 1, np.array([[width], [SIZE]]) - 1.15 * r - 1, (2, n))
-        apart = all(
-            np.hypot(*(xy[:, i] - xy[:, j])) > 1.2 * (r[i] + r[j]) + 3 for i in range(n) for j in range(i)
-        )
+        apart = all(np.hypot(*(xy[:, i] - xy[:, j])) > 1.2 * (r[i] + r[j]) + 3 for i in range(n) for j in range(i))
         if apart and (relation is None or related(relation, tuple(xy[:, 0]), tuple(xy[:, 1]))):
             return np.stack([*xy, r], 1)
 

@@ -132,9 +132,7 @@ def make_batch(
     scenes = [sample_scene(rng, str(c), width=columns * PATCH) for c in categories]
     images = [render(s, rng, 0.4 * rng.uniform() if rng.uniform() < calm else 1.0) for s in scenes]
     on_object = torch.from_numpy(np.stack([object_patches(s).ravel() for s in scenes]))
-    return Batch(
-        *encode_prompts(tokenizer, [s.caption for s in scenes]), encode(vq, np.stack(images)), on_object
-    )
+    return Batch(*encode_prompts(tokenizer, [s.caption for s in scenes]), encode(vq, np.stack(images)), on_object)
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

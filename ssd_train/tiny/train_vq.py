@@ -1,6 +1,6 @@
 """Train the VQ tokenizer of the tiny backbone: a `JanusVQVAE`, 64x64 pixels <-> 16x16 tokens of 512 codes.
 
-    python -m ssd_train.tiny.train_vq --out runs/vq --steps 6000
+python -m ssd_train.tiny.train_vq --out runs/vq --steps 6000
 """
 
 from __future__ import annotations

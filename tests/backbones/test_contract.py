@@ -12,14 +12,14 @@ import torch
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from ssd_train.backbones.kv_cache import KVCache, Slots
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.distributions import Sampling
-from ssd_train.heads import Heads, HeadSpec
-from ssd_train.kv_cache import KVCache, Slots
+from ssd_train.heads.predictors import Heads, HeadSpec
 
 TEXTS = ["a dog", "two very long cats", "sun"]
 EXACT = 1e-12  # of the largest number compared; float64

@@ -32,9 +32,7 @@ def tokenizer():
     backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(NAMES)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.add_special_tokens(NAMES[:6])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", pad_token="<pad>", unk_token="<unk>")
 
 
 def janus(grid=(3, 3), **kwargs):

@@ -288,9 +288,7 @@ def test_the_vqgan_s_encoder_is_used_where_the_checkpoint_has_none(checkpoint, t
     loaded = load(checkpoint, vqgan=str(micro_lumina.save_vqgan(tmp_path)))
     images = torch.randint(256, (2, 8, 16, 3), dtype=torch.uint8)
     pixels = images.permute(0, 3, 1, 2).float() / 127.5 - 1
-    assert torch.equal(
-        loaded.encode_pixels(images), loaded.pixels.vq.encode(pixels).image_tokens.view(2, 2, 4)
-    )
+    assert torch.equal(loaded.encode_pixels(images), loaded.pixels.vq.encode(pixels).image_tokens.view(2, 2, 4))
 
 
 def test_images_of_another_size_are_refused(checkpoint, tmp_path):

@@ -17,8 +17,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from ssd_train import config, plan
+from ssd_train import config
 from ssd_train.backbones.base import Backbone, PromptBatch
+from ssd_train.backbones.kv_cache import Slots
 from ssd_train.backbones.sketches import sketch
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoded, Decoder
@@ -27,8 +28,8 @@ from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.distributions import Sampling
 from ssd_train.grid import Grid
-from ssd_train.heads import Heads, HeadSpec
-from ssd_train.kv_cache import Slots
+from ssd_train.heads.predictors import Heads, HeadSpec
+from ssd_train.runs import plan
 
 FULL = [["+model=janus_pro_7b"], ["+model=lumina"], ["+model=emu3"]]
 SMALL = [[f"+experiment=smoke_{family}"] for family in ("janus", "lumina", "emu3")]

@@ -7,7 +7,7 @@ import full_size
 import pytest
 import torch
 
-from ssd_train.kv_cache import KVCache
+from ssd_train.backbones.kv_cache import KVCache
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssd_train.decoding.parts import Drafter
 from ssd_train.distributions import guided_probabilities
-from ssd_train.heads import Direction, Heads
+from ssd_train.heads.predictors import Direction, Heads
 
 
 class HeadDrafter(Drafter):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ssd_train import phrases
+from ssd_train.decoding import phrases
 from ssd_train.decoding.parts import JointRule, Rule
 
 

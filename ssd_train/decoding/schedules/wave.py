@@ -57,9 +57,7 @@ class Wave(Schedule):
     def exact(self, grid: Grid) -> bool:
         """A position is final one round after its left context is, if that does not begin to change again."""
         settles = self.rounds is None or self.stagger >= self.rounds >= grid.width
-        return settles and (
-            self.first_row_rounds is None or self.first_row_rounds >= min(self.chunk, grid.width - 1)
-        )
+        return settles and (self.first_row_rounds is None or self.first_row_rounds >= min(self.chunk, grid.width - 1))
 
     def script(self, grid: Grid) -> Script:
         yield from chunks(grid, 0, self.chunk, self.first_row_rounds, self.until_settled)

@@ -1,0 +1,1 @@
+"""Heads in training: cached samples go in, trained heads and validation figures come out."""

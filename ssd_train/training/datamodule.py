@@ -1,0 +1,207 @@
+"""Shards -> batches, in an order that is a function of (seed, rank, worker) and can be entered anywhere."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
+from random import Random
+
+import lightning as L
+import torch
+import webdataset as wds
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ssd_train.cache.shards import CacheError, Sample, ShardCache, ShardEntry, decode_sample
+from ssd_train.processes import signals
+from ssd_train.prompts import Split, split_of
+
+Batch = dict[str, Tensor]  # tokens [B, h, w] int64, hidden [B, 2, h, w, d] float32, index [B] int64
+
+
+def collate(samples: list[Sample]) -> Batch:
+    height, width = samples[0].tokens.shape
+    return {
+        "index": torch.tensor([s.index for s in samples]),
+        "tokens": torch.stack([s.tokens for s in samples]).long(),
+        "hidden": torch.stack([s.hidden for s in samples]).unflatten(2, (height, width)),
+    }
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The samples of a run: those in these shards up to prompt ``last``. A longer run may have made more.
+
+    ``paths`` are what webdataset opens. A shard is held against its entry, where ``entries`` has one.
+    """
+
+    paths: list[str | Path]
+    last: int
+    entries: dict[str, ShardEntry] = field(default_factory=dict)
+
+    def read(self, split: Split, shuffle: int = 0, rng: Random | None = None) -> Iterator[Sample]:
+        """Samples of one split, read sequentially, through a shuffle buffer of undecoded samples."""
+        files = chain.from_iterable(map(self._files, self.paths))
+        if shuffle:
+            files = wds.shuffle(shuffle, initial=shuffle, rng=rng)(files)
+        for raw in files:
+            sample = decode_sample(raw)
+            entry = self.entries.get(raw["__url__"])
+            if entry and sample.backbone != entry.backbone:
+                raise CacheError(
+                    f"{raw['__url__']} holds states of backbone {sample.backbone}; expected {entry.backbone}, of which "
+                    "the cache is. It was copied here from elsewhere: remove it and run the cache stage again."
+                )
+            if sample.index <= self.last and split_of(sample.prompt) is split:
+                yield sample
+
+    def count(self, split: Split) -> int:
+        """How many samples :meth:`read` gives, by the entries."""
+        samples = chain.from_iterable(self.entries[str(path)].samples for path in self.paths)
+        return sum(index <= self.last and of == split for index, _, of in samples)
+
+    def _files(self, path: str | Path) -> Iterator[dict]:
+        """A shard's samples, undecoded. Raises CacheError if there are too few: a tar cut short between two samples
+        looks whole."""
+        entry, found = self.entries.get(str(path)), 0
+        for raw in wds.tariterators.tarfile_samples([{"url": str(path)}], handler=partial(_refuse, path)):
+            found += 1
+            yield raw
+        if entry and found < len(entry.samples):
+            raise CacheError(
+                f"{path} ends after {found} samples, and should hold {len(entry.samples)}; re-run the cache stage to "
+                "mend it"
+            )
+
+
+def _refuse(path: str | Path, error: Exception) -> bool:
+    if isinstance(error, CacheError):  # refused already; webdataset hands it on, with more arguments than a message
+        raise CacheError(error.args[0]) from error
+    what = getattr(error, "strerror", None) or str(error.args[0] if error.args else error).split(" @ <")[0]
+    raise CacheError(f"a shard cannot be read ({path}: {what}); re-run the cache stage to mend it") from error
+
+
+class TrainingStream(IterableDataset):
+    """Endless batches of training samples. Epoch after epoch, each (rank, worker) reads its share of the shards in a
+    new order; nothing is dropped at an epoch's end, and no rank ever runs out before the others.
+
+    ``first_batch`` enters the stream where an interrupted run left it: what that epoch had before is read and skipped.
+    """
+
+    def __init__(self, shards: Shards, batch_size: int, shuffle: int, seed: int, rank: int = 0, world: int = 1):
+        self.shards, self.batch_size, self.shuffle, self.seed = shards, batch_size, shuffle, seed
+        self.rank, self.world = rank, world
+        self.first_batch = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        workers, slot = (info.num_workers, info.id) if info else (1, 0)
+        # Batches come from the workers in turn, starting with the first: re-enter with the turn it would have been.
+        worker = (slot + self.first_batch) % workers
+        skipped = (self.first_batch - worker + workers - 1) // workers * self.batch_size
+        for first in count():  # epochs that lie behind are not read
+            size = self._share(first, worker, workers).count(Split.TRAIN)
+            if skipped < size:
+                break
+            skipped -= size
+        epochs = (self._epoch(epoch, worker, workers) for epoch in count(first))
+        stream = islice(chain.from_iterable(epochs), skipped, None)
+        for samples in iter(lambda: list(islice(stream, self.batch_size)), []):
+            yield collate(samples)
+
+    def _share(self, epoch: int, worker: int, workers: int) -> Shards:
+        shares = share(len(self.shards.paths), self.seed, epoch, self.rank * workers + worker, self.world * workers)
+        return replace(self.shards, paths=[self.shards.paths[i] for i in shares])
+
+    def _epoch(self, epoch: int, worker: int, workers: int) -> Iterator[Sample]:
+        rng = Random(f"{self.seed}/{epoch}/{self.rank}/{worker}")
+        return self._share(epoch, worker, workers).read(Split.TRAIN, self.shuffle, rng)
+
+
+def share(shards: int, seed: int, epoch: int, reader: int, readers: int) -> list[int]:
+    """The shards that one of the readers reads in an epoch, in its order."""
+    order = list(range(shards))
+    Random(f"{seed}/{epoch}").shuffle(order)
+    return order[reader::readers] or order  # more readers than shards: this one reads them all
+
+
+def visits(sizes: Sequence[int], seed: int, readers: int, each: float) -> list[float]:
+    """How often a sample of each shard is seen when each reader reads ``each`` samples of shards of these sizes.
+    Readers whose shares are smaller go on to the next epoch earlier: shards are seen the more unequally the fewer of
+    them there are for a reader."""
+    seen = [0.0] * len(sizes)
+    for reader in range(readers):
+        left = each
+        for shard in chain.from_iterable(share(len(sizes), seed, epoch, reader, readers) for epoch in count()):
+            if sizes[shard]:
+                read = min(left, sizes[shard])
+                seen[shard] += read / sizes[shard]
+                left -= read
+            if left <= 0:
+                break
+    return [times for times, size in zip(seen, sizes, strict=True) if size]
+
+
+def _start_worker(worker: int) -> None:
+    signals.heed_parent_only()
+
+
+class HeadDataModule(L.LightningDataModule):
+    """Plumbing: which shards, how many samples, which loaders."""
+
+    def __init__(self, cache_dir: Path | str, samples: int, batch_size: int, shuffle: int, workers: int, seed: int,
+                 validation_samples: int):  # fmt: skip
+        super().__init__()
+        cache = ShardCache(cache_dir)
+        size = cache.manifest()["shard_size"]
+        wanted = {i: min(size, samples - i * size) for i in range(-(-samples // size))}
+        entries = cache.entries
+        missing = [i for i in wanted if i not in entries or len(entries[i].samples) < wanted[i]]
+        if missing:
+            raise CacheError(f"{cache_dir} lacks shards {missing[:8]} of {len(wanted)}; run the cache stage first")
+        described = [sample for i, size in wanted.items() for sample in entries[i].samples[:size]]
+        paths = {i: cache.url(i) for i in wanted}
+        self.shards = Shards(list(paths.values()), described[-1][0], {path: entries[i] for i, path in paths.items()})
+        self.counts = Counter(split for _, _, split in described)
+        self.sizes = [
+            sum(split == Split.TRAIN for _, _, split in entries[i].samples[:size]) for i, size in wanted.items()
+        ]  # training samples by shard
+        for split in Split.TRAIN, Split.VALIDATION:
+            if not self.counts[split]:
+                raise CacheError(f"none of the {samples} samples in {cache_dir} is a {split} one; raise cache.samples")
+        self.batch_size, self.shuffle, self.workers, self.seed = batch_size, shuffle, workers, seed
+        self.validation_samples = min(validation_samples, self.counts[Split.VALIDATION])
+
+    def steps(self, epochs: float, batches_a_step: int = 1) -> int:
+        return max(1, round(epochs * self.counts[Split.TRAIN] / (self.batch_size * batches_a_step)))
+
+    def coverage(self, batches: int, world: int) -> str:
+        """What becomes of epochs when each process trains on this many batches."""
+        readers = world * max(1, self.workers)
+        seen = visits(self.sizes, self.seed, readers, batches * self.batch_size * world / readers)
+        return (
+            f"each training sample is seen {min(seen):.2f} to {max(seen):.2f} times: {len(seen)} shards for {readers} "
+            "reader(s)"
+        )
+
+    def scales(self, embedding: Tensor) -> tuple[float, float]:
+        """Standard deviations of the states and of the embeddings of the tokens, over the first samples."""
+        samples = list(islice(self.shards.read(Split.TRAIN), 32))
+        hidden = torch.cat([s.hidden.flatten() for s in samples])
+        embedded = embedding[torch.cat([s.tokens.flatten() for s in samples]).to(embedding.device)].float()
+        return float(hidden.std()), float(embedded.std())
+
+    def train_dataloader(self) -> DataLoader:
+        stream = TrainingStream(
+            self.shards, self.batch_size, self.shuffle, self.seed, self.trainer.global_rank, self.trainer.world_size
+        )
+        stream.first_batch = self.trainer.global_step * self.trainer.accumulate_grad_batches
+        return DataLoader(stream, batch_size=None, num_workers=self.workers, worker_init_fn=_start_worker)
+
+    def val_dataloader(self) -> DataLoader:
+        """Kept in memory: a few dozen samples, read once."""
+        samples = list(islice(self.shards.read(Split.VALIDATION), self.validation_samples))
+        batches = [collate(samples[i : i + self.batch_size]) for i in range(0, len(samples), self.batch_size)]
+        return DataLoader(batches, batch_size=None)

@@ -1,0 +1,249 @@
+"""The Lightning module: calls losses.py and heads.py, logs, and sets up the optimiser.
+
+S streams (2, both of CFG, where a loss needs the guided distributions, else 1), B samples, h' x w' positions that have
+a neighbour at a head's offset, d width.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from ssd_train.backbones.base import OutputLayers
+from ssd_train.distributions import Sampling, acceptance_rate, guide, guided_probabilities
+from ssd_train.draws import uniform
+from ssd_train.grid import Grid
+from ssd_train.heads.predictors import Direction, Heads, left_neighbours, name, pairs, widen
+from ssd_train.training import losses
+from ssd_train.training.datamodule import Batch
+
+
+class Pairs(NamedTuple):
+    """What one head predicts from, and what it should predict."""
+
+    states: Tensor  # [S, B, h', w', d]
+    tokens: Tensor  # [B, h', w']
+    target: Tensor  # [S, B, h', w', d]
+    target_tokens: Tensor  # [B, h', w']
+
+    @classmethod
+    def of(cls, states: Tensor, tokens: Tensor, grid: Grid, direction: Direction, offset: int) -> "Pairs":
+        """From states [S, B, h, w, d] and tokens [B, h, w] of whole grids."""
+        source, target = pairs(states, grid, direction, offset)
+        source_tokens, target_tokens = pairs(tokens[..., None], grid, direction, offset)
+        return cls(source, source_tokens[..., 0], target, target_tokens[..., 0])
+
+    def row(self, y: int) -> "Pairs":
+        """Of the h' rows this one."""
+        at = slice(y, y + 1)
+        return Pairs(self.states[:, :, at], self.tokens[:, at], self.target[:, :, at], self.target_tokens[:, at])
+
+    def onward(self, predicted: Tensor) -> "Pairs":
+        """One column further: from the states [S, B, h', w', d] that the horizontal +1 head predicted here."""
+        return Pairs(
+            predicted[..., :-1, :], self.target_tokens[..., :-1], self.target[..., 1:, :], self.target_tokens[..., 1:]
+        )
+
+
+class HeadModule(L.LightningModule):
+    """Self-distils heads from cached states. Only the heads are in its checkpoints."""
+
+    def __init__(self, heads: Heads, output: OutputLayers, grid: Grid, sampling: Sampling, settings: Any, steps: int,
+                 seed: int):  # fmt: skip
+        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule."""
+        super().__init__()
+        self.heads = heads
+        # A copy: the backbone keeps its dtype. In a list: not a sub-module, not in checkpoints.
+        self._frozen = [copy.deepcopy(output).float().requires_grad_(False)]
+        self.grid, self.sampling, self.settings, self.steps, self.seed = grid, sampling, settings, steps, seed
+
+    @property
+    def output(self) -> OutputLayers:
+        return self._frozen[0]
+
+    def setup(self, stage: str) -> None:
+        self.output.to(self.device)
+
+    def configure_model(self) -> None:
+        """With train.strategy=fsdp spreads each head by itself over all processes; tensors keep their names."""
+        if self.device_mesh is None or self.sharded:
+            return
+        # Not Lightning's mesh of two dimensions, whose process groups would have the default time-out.
+        mesh = init_device_mesh(self.device.type, (self.trainer.world_size,))
+        for modules in self.heads.predictors, self.heads.vocabulary_projections:
+            for module in modules.values():
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
+                # None but itself, which is there: checkpoint() calls heads in an order that FSDP would guess wrong.
+                module.set_modules_to_backward_prefetch([module])
+        fully_shard(self.heads, mesh=mesh)  # what they share; it has no weights of its own
+
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self.heads, FSDPModule)
+
+    @contextmanager
+    def gathered(self, direction: Direction, offset: int) -> Iterator[None]:
+        """A sharded head that is called within is gathered once, however often, and in parts again afterwards."""
+        key = name(direction, offset)
+        modules = [group[key] for group in (self.heads.predictors, self.heads.vocabulary_projections) if key in group]
+        for module in modules if self.sharded else ():
+            module.set_reshard_after_forward(False)
+        yield
+        for module in modules if self.sharded else ():
+            module.set_reshard_after_forward(True)
+            module.reshard()
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        weights, stream = self.settings.loss, self._stream(batch)
+        guided = self.heads.spec.space == "latent" and bool(weights.kl or weights.total_variation)
+        both = batch["hidden"].transpose(0, 1)
+        states = both if guided else _choose(both, stream)[None]
+        terms: dict[str, list[Tensor]] = {}
+        for direction, offset in self.heads.spec.offsets():
+            unroll = self._unroll(direction, offset)
+            at = Pairs.of(states, batch["tokens"], self.grid, direction, offset)
+            share = [self.settings.unroll_decay**step for step in range(unroll)]
+            for step in range(unroll):
+                # Made again in the backward pass: ten heads' graphs at a time do not fit a GPU at d = 4096.
+                values, predicted = checkpoint(
+                    self.losses, at, stream, direction, offset, use_reentrant=False, preserve_rng_state=False
+                )
+                at = at.onward(predicted * self.heads.spec.state_scale)
+                for term, value in values.items():
+                    terms.setdefault(term, []).append(value * share[step] / sum(share))
+        heads = len(self.heads.predictors)
+        means = {term: torch.stack(values).sum() / heads for term, values in terms.items()}
+        loss = sum(value * weights.get(term, 1.0) for term, value in means.items())
+        if not torch.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss.item()} at step {self.global_step}, samples {batch['index'].tolist()}; "
+                "lower head.lr, or check these samples' states in the cache"
+            )
+        self.log("train/loss", loss, prog_bar=True)
+        self.log_dict({f"train/{term}": value for term, value in means.items()})
+        return loss
+
+    def losses(self, at: Pairs, stream: Tensor, direction: Direction, offset: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The unweighted terms in use for one head, scalars by name, and its predictions over the state scale
+        [S, B, h', w', d]. ``stream`` [B] is each sample's for Smooth L1, where there are two.
+
+        KL and total variation are between the guided distributions at the sampling temperature. The drafts' own top-k
+        and top-p are left out: cut-off tokens would have no gradient.
+        """
+        spec, weights = self.heads.spec, self.settings.loss
+        predicted = self.predict(at, direction, offset)
+        if spec.space == "token":
+            logits = self.heads.logits(direction, offset, predicted[0], self.output.readout)
+            return {"cross_entropy": losses.cross_entropy(logits, at.target_tokens)}, predicted
+        terms = {}
+        if weights.smooth_l1:
+            target = _choose(at.target, stream) / spec.state_scale
+            terms["smooth_l1"] = losses.smooth_l1(_choose(predicted, stream), target)
+        if weights.kl or weights.total_variation:
+            p = guided_probabilities(self.output.readout(at.target), self.sampling)
+            logits = self.heads.logits(direction, offset, predicted, self.output.readout)
+            logits = guide(logits, self.sampling.guidance) / (self.sampling.temperature or 1)
+            if weights.kl:
+                terms["kl"] = losses.kl(logits, p)
+            if weights.total_variation:
+                terms["total_variation"] = losses.total_variation(logits, p)
+        return terms, predicted
+
+    def predict(self, at: Pairs, direction: Direction, offset: int) -> Tensor:
+        """A head's predictions over the state scale [S, B, h', w', d]; a recurrent one is given the true tokens."""
+        z = self.heads.inputs(at.states, self.output.embed(at.tokens).expand_as(at.states))
+        if self.sharded and torch.is_grad_enabled():
+            # By its inputs' gradients FSDP knows that a head is done, and parts with its weights and gradients; without
+            # any it would keep those of all heads until the last one is.
+            z = z + z.new_zeros(()).requires_grad_()
+        left = left_neighbours(self.output.embed(at.target_tokens)) if self.heads.recurrent(direction) else None
+        return self.heads(direction, offset, widen(z, self.heads.context(direction)), left)
+
+    def _unroll(self, direction: Direction, offset: int) -> int:
+        """How often a head goes on from its own prediction: the +1 to the right can, as in EAGLE (arXiv 2401.15077)."""
+        return self.settings.unroll if (direction, offset) == (Direction.HORIZONTAL, 1) else 1
+
+    def _stream(self, batch: Batch) -> Tensor:
+        """Condition drop: 0 for a sample's conditional states, or with that probability 1 for its unconditional ones,
+        [B]. A function of (seed, sample, step), so that a resumed run drops the same."""
+        index = batch["index"]
+        u = uniform(torch.full_like(index, self.seed), index, self.global_step)
+        return (u < self.settings.condition_drop).long()
+
+    @torch.no_grad()
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Logs each head's figures, and the acceptance rate's mean over heads and unrolled steps."""
+        size, rates = len(batch["index"]), []
+        for direction, offset in self.heads.spec.offsets():
+            whole = Pairs.of(batch["hidden"].transpose(0, 1), batch["tokens"], self.grid, direction, offset)
+            with self.gathered(direction, offset):
+                figures = self._figures(whole, direction, offset)
+            for figure, values in figures.items():
+                mean = torch.stack(values).mean()
+                self.log(f"validation/{figure}", mean, batch_size=size, sync_dist=True)
+                if figure.startswith("acceptance"):
+                    rates.append(mean)
+        self.log("validation/acceptance", torch.stack(rates).mean(), batch_size=size, prog_bar=True, sync_dist=True)
+
+    def _figures(self, whole: Pairs, direction: Direction, offset: int) -> dict[str, list[Tensor]]:
+        """One head's by row of the grid, and by unrolled step: Smooth L1 (in token space cross-entropy) on the
+        conditional stream, the acceptance rate sum_v min(p, q) on the guided distributions, and top-1 agreement. One
+        row at a time, for the memory's sake."""
+        scale = self.heads.spec.state_scale
+        rows: dict[str, list[Tensor]] = {}
+        for y in range(whole.tokens.shape[1]):
+            at = whole.row(y)
+            for step in range(self._unroll(direction, offset)):
+                predicted = self.predict(at, direction, offset)
+                logits = self.heads.logits(direction, offset, predicted, self.output.readout)
+                p = guided_probabilities(self.output.readout(at.target), self.sampling)
+                q = guided_probabilities(logits, self.sampling)
+                figures = {
+                    "acceptance": acceptance_rate(p, q).mean(),
+                    "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
+                }
+                if self.heads.spec.space == "token":
+                    figures["cross_entropy"] = losses.cross_entropy(logits[0], at.target_tokens)
+                else:
+                    figures["smooth_l1"] = losses.smooth_l1(predicted[0], at.target[0] / scale)
+                key = f"unroll_{step + 1}" if step else name(direction, offset)
+                for figure, value in figures.items():
+                    rows.setdefault(f"{figure}/{key}", []).append(value)
+                at = at.onward(predicted * scale)
+        return rows
+
+    # -- optimiser ----------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict:
+        s = self.settings
+        fused = "mixed" not in str(self.trainer.precision)  # there, Lightning cannot clip gradients for a fused one
+        optimizer = torch.optim.AdamW(
+            self.heads.parameters(), lr=s.lr, betas=tuple(s.betas), weight_decay=s.weight_decay, fused=fused
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate(step, self.steps, s.warmup_steps, s.min_lr / s.lr)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _choose(x: Tensor, stream: Tensor) -> Tensor:
+    """Each sample's stream: x [S, B, ...] and stream [B] -> [B, ...]; the only one if S is 1."""
+    return x[0] if len(x) == 1 else x[stream, torch.arange(len(stream), device=x.device)]
+
+
+def learning_rate(step: int, steps: int, warmup: int, floor: float) -> float:
+    """Factor of the peak rate: linear warm-up to 1, then a cosine to ``floor`` at the last step."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,281 @@
+"""Whole-image distributions of decoders against exact enumeration on a micro model."""
+
+import itertools
+import math
+from functools import cache
+
+import micro
+import pytest
+import torch
+
+from ssd_train.backbones.base import PromptBatch
+from ssd_train.decoding.drafters.draft_model import DraftModel
+from ssd_train.decoding.drafters.early_exit import EarlyExit
+from ssd_train.decoding.drafters.guess import Copy, Random
+from ssd_train.decoding.drafters.heads import HeadDrafter
+from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.rules.constant import Addition, Amplify
+from ssd_train.decoding.rules.csd import EntropyRelaxed
+from ssd_train.decoding.rules.grouped import Grouped
+from ssd_train.decoding.rules.lantern import LatentNeighbourhood
+from ssd_train.decoding.rules.phrases import JointPhrases
+from ssd_train.decoding.rules.strict import Strict
+from ssd_train.decoding.schedules.ar import Autoregressive
+from ssd_train.decoding.schedules.chunks import Chunks
+from ssd_train.decoding.schedules.jacobi import JacobiWindow
+from ssd_train.decoding.schedules.parallel_jacobi import ParallelJacobi
+from ssd_train.decoding.schedules.prefix import Prefix
+from ssd_train.decoding.schedules.rows import Rows
+from ssd_train.decoding.schedules.wave import Wave
+from ssd_train.decoding.schedules.zipar import ZipAR
+from ssd_train.distributions import Sampling, guided_probabilities
+from ssd_train.heads.predictors import Heads, HeadSpec
+
+VOCABULARY, GRID, SAMPLES = 3, (2, 3), 20_000
+SAMPLING = Sampling(guidance=1.5)
+FALSE_ALARM = 1e-4
+
+
+@cache
+def make_backbone(grid=GRID, vocabulary=VOCABULARY, dtype=torch.float32):
+    return micro.janus(grid, vocabulary=vocabulary, dtype=dtype, scale=20.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return make_backbone()
+
+
+@cache
+def enumerate_images(backbone, sampling=SAMPLING):
+    """p of every image, [V ** L], in the order of itertools.product."""
+    images = torch.tensor(list(itertools.product(range(backbone.vocabulary), repeat=backbone.grid.size)))
+    one = micro.prompts(1)
+    prompts = PromptBatch(one.ids.repeat(1, len(images), 1), one.attend.repeat(1, len(images), 1))
+    hidden = backbone.teacher_force(prompts, images)
+    p = guided_probabilities(backbone.readout(hidden), sampling)
+    return p.gather(2, images[..., None]).squeeze(2).double().prod(1)
+
+
+def bad_heads(backbone, seed=0, **settings):
+    """Random heads: drafts are far from the target, so that a wrong repair shows."""
+    torch.manual_seed(seed)
+    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=3, k_vertical=2, **settings))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return heads
+
+
+class WideHeads(HeadDrafter):
+    """Heads that see three neighbours above."""
+
+    def bind(self, backbone, heads):
+        return super().bind(backbone, bad_heads(backbone, context=3))
+
+
+class RecurrentHeads(HeadDrafter):
+    def bind(self, backbone, heads):
+        return super().bind(backbone, bad_heads(backbone, context=3, recurrent=True))
+
+
+def bad_model(name, device):
+    """Another random backbone, smaller."""
+    return micro.janus(GRID, vocabulary=VOCABULARY, width=8, layers=1, dtype=torch.float32, scale=20.0, seed=2)
+
+
+def counts(backbone, decoder, sampling=SAMPLING, seed=0):
+    one = micro.prompts(1)
+    prompts = PromptBatch(one.ids.repeat(1, SAMPLES, 1), one.attend.repeat(1, SAMPLES, 1))
+    decoder = decoder.bind(backbone, bad_heads(backbone))
+    tokens = decoder(backbone, prompts, range(seed, seed + SAMPLES), sampling).tokens.flatten(1)
+    weights = backbone.vocabulary ** torch.arange(backbone.grid.size - 1, -1, -1)
+    return torch.bincount((tokens * weights).sum(1), minlength=backbone.vocabulary**backbone.grid.size).double()
+
+
+def chi_square_p_value(observed, expected):
+    """Upper tail of chi-square, after pooling cells that expect fewer than 10."""
+    order = expected.argsort()
+    observed, expected = observed[order], expected[order]
+    few = int((expected < 10).sum())
+    if few:
+        observed = torch.cat([observed[:few].sum()[None], observed[few:]])
+        expected = torch.cat([expected[:few].sum()[None], expected[few:]])
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
+
+
+def total_variation(observed, exact):
+    return 0.5 * float((observed / observed.sum() - exact).abs().sum())
+
+
+def head_window():
+    """More than a row long, so that drafts enter below ones that still change."""
+    return JacobiWindow(length=5, coupled=True, source="above", reach=2)
+
+
+EXACT = {
+    "ar": lambda: Decoder(Autoregressive()),
+    "ssd, as many rounds as positions": lambda: Decoder(
+        Rows(rounds=2, chunk=2, first_row_rounds=2), HeadDrafter(), Strict()
+    ),
+    "ssd, until settled": lambda: Decoder(
+        Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(), Strict()
+    ),
+    "mtp": lambda: Decoder(Prefix(length=2, within_row=True), HeadDrafter(), Strict()),
+    "mtp, chunks repaired to the end": lambda: Decoder(Chunks(length=2, rounds=2), HeadDrafter(), Strict()),
+    "eagle": lambda: Decoder(Prefix(length=2, source="left", within_row=True), HeadDrafter(chain=True), Strict()),
+    "ssd, recurrent heads": lambda: Decoder(
+        Rows(rounds=2, chunk=2, first_row_rounds=2), RecurrentHeads(chain=True), Strict()
+    ),
+    "speculative, draft model": lambda: Decoder(Prefix(length=3, source="left"), DraftModel(bad_model), Strict()),
+    "speculative, self-draft": lambda: Decoder(Prefix(length=3, source="left"), EarlyExit(1), Strict()),
+    "sjd": lambda: Decoder(JacobiWindow(length=4), Random(), Strict()),
+    "sjd, copied drafts": lambda: Decoder(JacobiWindow(length=4, source="above"), Copy(), Strict()),
+    "sjd, coupled": lambda: Decoder(JacobiWindow(length=4, coupled=True), Random(), Strict()),
+    "ssd, coupled window": lambda: Decoder(head_window(), HeadDrafter(), Strict()),
+    "ssd, coupled window, revised drafts": lambda: Decoder(head_window(), HeadDrafter(revise=True), Strict()),
+    "ssd, coupled window, three neighbours above, revised drafts": lambda: Decoder(
+        head_window(), WideHeads(revise=True), Strict()
+    ),
+    "ssd, until settled, revised drafts": lambda: Decoder(
+        Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(revise=True), Strict()
+    ),
+    "ssd, wave until settled, revised drafts": lambda: Decoder(
+        Wave(None, 1, chunk=2, first_row_rounds=None, until_settled=True), WideHeads(revise=True), Strict()
+    ),
+    "ar, common noise": lambda: Decoder(Autoregressive(), common_noise=True),
+    "ssd, coupled window, revised drafts, common noise": lambda: Decoder(
+        head_window(), HeadDrafter(revise=True), common_noise=True
+    ),
+}
+
+
+# Grids with a row between two others, which is where blocks of rows and rows in flight differ from one row at a time.
+EXACT_OF_THREE_ROWS = {
+    "ssd, joint block, as many rounds as positions": lambda: Decoder(
+        Rows(rounds=3, rows_per_block=2, chunk=1, first_row_rounds=1), HeadDrafter(), Strict()
+    ),
+    "ssd, joint block, until settled": lambda: Decoder(
+        Rows(None, rows_per_block=2, chunk=1, first_row_rounds=None, until_settled=True), HeadDrafter(), Strict()
+    ),
+    "ssd merged, as many rounds as columns": lambda: Decoder(
+        Wave(rounds=2, chunk=1, first_row_rounds=1), HeadDrafter(), Strict()
+    ),
+    "zipar, a row at a time": lambda: Decoder(ZipAR(lead=2), Copy(), Strict()),
+    "pjd, a row at a time": lambda: Decoder(ParallelJacobi(length=3, lag=2), Copy(), Strict()),
+}
+
+
+def assert_exact(backbone, decoder, sampling=SAMPLING):
+    """False-alarm probability 1e-4 a decoder."""
+    exact = enumerate_images(backbone, sampling)
+    assert decoder.exact(backbone)
+    observed = counts(backbone, decoder, sampling)
+    print(f"total variation {total_variation(observed, exact):.4f}, sampling noise {noise(exact):.4f}")
+    assert not observed[exact == 0].any()
+    assert chi_square_p_value(observed, exact * SAMPLES) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
+def test_exact_decoders_have_the_distribution_of_ar(backbone, make):
+    assert_exact(backbone, make())
+
+
+@pytest.mark.parametrize("make", EXACT_OF_THREE_ROWS.values(), ids=EXACT_OF_THREE_ROWS.keys())
+def test_exact_decoders_have_the_distribution_of_ar_on_three_rows(make):
+    assert_exact(make_backbone((3, 2)), make())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ssd, as many rounds as positions",
+        "mtp, chunks repaired to the end",
+        "mtp",
+        "ssd, coupled window, revised drafts",
+    ],
+)
+def test_exact_decoders_have_the_distribution_of_ar_under_top_k(backbone, name):
+    """A third of the tokens is ruled out everywhere, for drafts, p and residuals alike."""
+    assert_exact(backbone, EXACT[name](), Sampling(guidance=1.5, top_k=2))
+
+
+@pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_k": 1}], ids=["temperature 0", "top 1"])
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
+def test_greedy_exact_decoders_give_the_image_of_greedy_ar(make, greedy):
+    """Bit for bit, in float64, whatever the seeds."""
+    backbone, sampling = make_backbone(dtype=torch.float64), Sampling(guidance=1.5, **greedy)
+    prompts = micro.prompts(8, unequal=True)
+    expected = Decoder(Autoregressive())(backbone, prompts, range(8), sampling).tokens
+    assert len(expected.flatten(1).unique(dim=0)) > 4
+    decoder = make().bind(backbone, bad_heads(backbone))
+    assert torch.equal(decoder(backbone, prompts, range(8, 16), sampling).tokens, expected)
+
+
+PHRASES = [[0, 1], [1, 1], [2, 0]]
+LOSSY = {
+    "ssd, r = 0": lambda: Decoder(Rows(rounds=0), HeadDrafter(), Strict()),
+    "ssd, recurrent heads, r = 0": lambda: Decoder(Rows(rounds=0, chunk=2), RecurrentHeads(chain=True), Strict()),
+    "ssd, r = 1": lambda: Decoder(Rows(rounds=1), HeadDrafter(), Strict()),
+    "ssd, first row one round short": lambda: Decoder(
+        Rows(rounds=2, first_row_rounds=1, chunk=2), HeadDrafter(), Strict()
+    ),
+    "ssd, r = 1, common noise": lambda: Decoder(Rows(rounds=1), HeadDrafter(), common_noise=True),
+    "ssd, r = 1, revised drafts": lambda: Decoder(Rows(rounds=1), HeadDrafter(revise=True), Strict()),
+    "ssd, coupled window, csd": lambda: Decoder(head_window(), HeadDrafter(revise=True), EntropyRelaxed(0.5, 0.3)),
+    "ssd, coupled window, amplify": lambda: Decoder(head_window(), HeadDrafter(revise=True), Amplify(2.0)),
+    "ssd merged": lambda: Decoder(Wave(rounds=1), HeadDrafter(), Strict()),
+    "mtp, lossy": lambda: Decoder(Chunks(length=2, rounds=1), HeadDrafter(), Strict()),
+    "addition": lambda: Decoder(JacobiWindow(length=4), Random(), Addition(0.3)),
+    "amplify": lambda: Decoder(JacobiWindow(length=4), Random(), Amplify(2.0)),
+    "csd": lambda: Decoder(JacobiWindow(length=4), Random(), EntropyRelaxed(0.5, 0.65)),
+    "gsd": lambda: Decoder(JacobiWindow(length=4), Random(), Grouped(size=2, gap=0.5, distance=1e6)),
+    "lantern": lambda: Decoder(JacobiWindow(length=4), Random(), LatentNeighbourhood(k=1, delta=0.5)),
+    "lantern, chain": lambda: Decoder(
+        Prefix(length=2, source="left", within_row=True),
+        HeadDrafter(chain=True),
+        LatentNeighbourhood(k=1, delta=0.5),
+    ),
+    "sjd-pv": lambda: Decoder(JacobiWindow(length=4), Random(), JointPhrases(Strict(), PHRASES, tau=0.1)),
+    "ssd, phrases": lambda: Decoder(
+        Rows(rounds=2, chunk=2, first_row_rounds=2), HeadDrafter(), JointPhrases(Strict(), PHRASES, tau=0.1)
+    ),
+    "pjd": lambda: Decoder(ParallelJacobi(length=2, lag=1), Copy(), Strict()),
+    "zipar": lambda: Decoder(ZipAR(lead=2), Copy(), Strict()),
+}
+
+
+LOSSY_OF_THREE_ROWS = {
+    "ssd, joint block, r = 1": ((3, 2), lambda: Decoder(Rows(1, rows_per_block=2), HeadDrafter(), Strict())),
+    # With rows of two tokens these happen to be exact: their last judgements come after all that stands before.
+    "ssd, staged, r = 1": ((3, 3), lambda: Decoder(
+        Rows(1, rows_per_block=2, staged_rounds=1), HeadDrafter(), Strict()
+    )),
+    "ssd, wave of two rows": ((3, 3), lambda: Decoder(Wave(2, stagger=1), HeadDrafter(), Strict())),
+}  # fmt: skip
+
+
+def assert_lossy(backbone, decoder):
+    """Its total variation distance is beyond sampling noise, so that nobody calls it exact."""
+    exact = enumerate_images(backbone)
+    assert not decoder.exact(backbone)
+    observed = counts(backbone, decoder)
+    print(f"total variation {total_variation(observed, exact):.4f}, sampling noise {noise(exact):.4f}")
+    assert total_variation(observed, exact) > 1.3 * noise(exact)
+    assert chi_square_p_value(observed, exact * SAMPLES) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("make", LOSSY.values(), ids=LOSSY.keys())
+def test_lossy_decoders_are_measurably_lossy_and_say_so(backbone, make):
+    assert_lossy(backbone, make())
+
+
+@pytest.mark.parametrize("grid, make", LOSSY_OF_THREE_ROWS.values(), ids=LOSSY_OF_THREE_ROWS.keys())
+def test_lossy_decoders_are_measurably_lossy_on_three_rows(grid, make):
+    """Of nine tokens there are too many images to count unless they are bits."""
+    assert_lossy(make_backbone(grid, vocabulary=3 if grid[1] == 2 else 2), make())
+
+
+def noise(exact):
+    """The total variation distance that a perfect sampler shows on average, to first order."""
+    return 0.5 * float((2 * exact / math.pi / SAMPLES).sqrt().sum())

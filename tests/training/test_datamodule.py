@@ -1,0 +1,195 @@
+"""From shards to batches: splits, order, and entering the stream anywhere."""
+
+import tarfile
+from collections import Counter
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ssd_train.cache.shards import CacheDtype, CacheError, Sample, ShardCache
+from ssd_train.prompts import Split, split_of
+from ssd_train.training.datamodule import HeadDataModule, Shards, TrainingStream
+
+GRID, WIDTH, SIZE = (2, 3), 4, 10
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """40 samples in 4 shards. Prompt i is at index 2 i, as if every other one were a test prompt."""
+    directory = tmp_path_factory.mktemp("cache")
+    cache = ShardCache(directory)
+    cache.pin({"shard_size": SIZE, "fingerprint": "a"})
+    torch.manual_seed(0)
+    for shard in range(4):
+        samples = [
+            Sample(2 * i, f"prompt {i}", i, torch.randint(5, GRID).int(), 3 * torch.randn(2, 6, WIDTH), "a")
+            for i in range(shard * SIZE, (shard + 1) * SIZE)
+        ]
+        cache.write(shard, samples, CacheDtype.float32)
+    cache.write_index(4)
+    return directory
+
+
+def make(directory, samples=40, **settings):
+    defaults = dict(batch_size=4, shuffle=8, workers=0, seed=0, validation_samples=64)
+    return HeadDataModule(directory, samples, **(defaults | settings))
+
+
+def in_split(split, samples=40):
+    return [2 * i for i in range(samples) if split_of(f"prompt {i}") is split]
+
+
+def stream(data, **place):
+    return TrainingStream(data.shards, data.batch_size, data.shuffle, data.seed, **place)
+
+
+def indices(batches, count):
+    return [batch["index"].tolist() for batch in islice(iter(batches), count)]
+
+
+def test_no_prompt_is_in_both_training_and_validation(directory):
+    data = make(directory)
+    validation = {i for batch in data.val_dataloader() for i in batch["index"].tolist()}
+    training = {i for batch in indices(stream(data), 40) for i in batch}
+    assert validation == set(in_split(Split.VALIDATION))
+    assert training == set(in_split(Split.TRAIN))
+    assert data.counts == Counter({split: len(in_split(split)) for split in Split})
+
+
+def test_a_batch_holds_what_the_shards_hold(directory):
+    batch = next(iter(stream(make(directory))))
+    assert batch["tokens"].shape == (4, 2, 3)
+    assert batch["tokens"].dtype is torch.int64
+    assert batch["hidden"].shape == (4, 2, 2, 3, WIDTH)
+    by_index = {s.index: s for s in Shards([ShardCache(directory).path(i) for i in range(4)], 10**6).read(Split.TRAIN)}
+    for i, index in enumerate(batch["index"].tolist()):
+        assert torch.equal(batch["tokens"][i], by_index[index].tokens.long())
+        assert torch.equal(batch["hidden"][i].flatten(1, 2), by_index[index].hidden)
+
+
+def test_every_epoch_has_every_sample_once_in_a_new_order(directory):
+    data = make(directory, batch_size=1)
+    size = len(in_split(Split.TRAIN))
+    order = [batch[0] for batch in indices(stream(data), 3 * size)]
+    epochs = [order[i * size : (i + 1) * size] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == in_split(Split.TRAIN)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] != in_split(Split.TRAIN)
+    assert [batch[0] for batch in indices(stream(data), size)] == epochs[0]
+    other = make(directory, batch_size=1, seed=1)
+    assert [batch[0] for batch in indices(stream(other), size)] != epochs[0]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_the_stream_goes_on_from_any_batch(directory, workers):
+    """As an uninterrupted run would have: also with workers, whose batches alternate."""
+    data = make(directory, shuffle=5)
+
+    def loader(first):
+        s = stream(data)
+        s.first_batch = first
+        return DataLoader(s, batch_size=None, num_workers=workers)
+
+    everything = indices(loader(0), 24)
+    for first in (1, 6, 11) if workers < 2 else (7,):
+        assert indices(loader(first), 24 - first) == everything[first:]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_entering_the_stream_reads_no_epoch_that_lies_behind(directory, monkeypatch, epochs):
+    """The second or third epoch, from its first batch: each shard that is opened is of that epoch, in its order."""
+    data = make(directory, batch_size=1, shuffle=0)
+    size = data.counts[Split.TRAIN]
+    opened, files = [], Shards._files
+    monkeypatch.setattr(Shards, "_files", lambda shards, path: (opened.append(path), files(shards, path))[1])
+    whole = indices(stream(data), (epochs + 1) * size)
+    expected = opened[4 * epochs :]
+    opened.clear()
+    entered = stream(data)
+    entered.first_batch = epochs * size
+    assert indices(entered, size) == whole[epochs * size :]
+    assert opened == expected
+    assert len(expected) == 4
+
+
+def test_ranks_share_an_epoch(directory):
+    data = make(directory, batch_size=1)
+    shares = []
+    for rank in range(2):
+        s = stream(data, rank=rank, world=2)
+        shares.append([x.index for x in s._epoch(0, 0, 1)])
+    assert sorted(shares[0] + shares[1]) == in_split(Split.TRAIN)
+    assert all(shares)
+
+
+def test_more_readers_than_shards_still_read(directory):
+    s = stream(make(directory), rank=4, world=5)
+    assert {i for batch in indices(s, 20) for i in batch} == set(in_split(Split.TRAIN))
+
+
+def test_a_run_with_fewer_samples_sees_no_more_of_a_longer_cache(directory):
+    data = make(directory, samples=25)
+    assert len(data.shards.paths) == 3
+    assert {i for batch in indices(stream(data), 20) for i in batch} == set(in_split(Split.TRAIN, 25))
+    assert {i for b in data.val_dataloader() for i in b["index"].tolist()} == set(in_split(Split.VALIDATION, 25))
+    assert data.counts[Split.TRAIN] == len(in_split(Split.TRAIN, 25))
+
+
+def test_validation_takes_no_more_than_asked(directory):
+    data = make(directory, validation_samples=2)
+    assert [i for b in data.val_dataloader() for i in b["index"].tolist()] == in_split(Split.VALIDATION)[:2]
+
+
+def test_steps_are_epochs_of_training_samples(directory):
+    data = make(directory)
+    train = len(in_split(Split.TRAIN))
+    assert data.steps(3) == round(3 * train / 4)
+    assert data.steps(3, batches_a_step=2) == round(3 * train / 8)
+    assert data.steps(0.001) == 1
+
+
+def test_scales_are_standard_deviations(directory):
+    embedding = torch.randn(5, WIDTH) * 0.1
+    state, embedded = make(directory).scales(embedding)
+    assert state == pytest.approx(3, rel=0.05)
+    assert embedded == pytest.approx(0.1, rel=0.6)
+    doubled = make(directory).scales(2 * embedding)
+    assert doubled == pytest.approx((state, 2 * embedded))
+
+
+def test_a_cache_that_is_too_short_says_so(directory, tmp_path):
+    with pytest.raises(CacheError, match=r"lacks shards \[4\] of 5; run the cache stage first"):
+        make(directory, samples=41)
+    with pytest.raises(CacheError, match=r"no manifest.json\); run the cache stage first"):
+        make(tmp_path)
+    short = ShardCache(tmp_path)
+    short.pin({"shard_size": 10, "fingerprint": "a"})
+    with pytest.raises(CacheError, match=r"no index.json\); run the cache stage first"):
+        make(tmp_path)
+    short.write(0, Shards([ShardCache(directory).path(0)], 10**6).read(Split.TRAIN), CacheDtype.float32)
+    short.write_index(1)
+    with pytest.raises(CacheError, match=r"lacks shards \[0\] of 1"):
+        make(tmp_path, samples=10)
+    with pytest.raises(CacheError, match=r"none of the 3 samples in .* is a validation one; raise cache.samples"):
+        make(tmp_path, samples=3)
+
+
+def test_damage_that_came_after_the_start_is_refused_not_skipped(directory, tmp_path):
+    """A bit that flips in a state, and a tar cut short."""
+    content = bytearray(ShardCache(directory).path(0).read_bytes())
+    with tarfile.open(ShardCache(directory).path(0)) as tar:
+        member = tar.getmember("00000000.safetensors")
+    broken = tmp_path / "00000.tar"
+    shards = Shards([broken], 10**6)
+    flipped = content.copy()
+    flipped[member.offset_data + member.size - 1] ^= 1
+    broken.write_bytes(flipped)
+    with pytest.raises(CacheError, match=r"sample 00000000 in .* is damaged \(checksum\)"):
+        list(shards.read(Split.TRAIN))
+    broken.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CacheError, match="re-run the cache stage"):
+        list(shards.read(Split.TRAIN))
