@@ -8,18 +8,15 @@ items, (sample, position) pairs of a batch laid end to end; V the image vocabula
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from ssd_train.backbones.base import Backbone
+from ssd_train.decoding.state import Items, State
 from ssd_train.grid import Grid
-
-if TYPE_CHECKING:
-    from ssd_train.backbones.base import Backbone
-    from ssd_train.decoding.engine import Items, State
-    from ssd_train.heads.predictors import Heads
+from ssd_train.heads.predictors import Heads
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,12 @@ class Drafter(ABC):
     sequential: bool = False
     """Whether a draft may depend on the one before it: then they are proposed and sampled one at a time."""
 
-    revise: "Callable[[State, Items], Tensor] | None" = None
+    revise: Callable[[State, Items], Tensor] | None = None
     """Brings drafts up to date whose left neighbours have been re-drawn; None: it does not. (state, items) -> q [N, V]
     for N items that were judged in this step, each with a left neighbour that is another token now (state.tokens) than
     the one it was fed as (state.fed)."""
 
-    def bind(self, backbone: "Backbone", heads: "Heads | None") -> "Drafter":
+    def bind(self, backbone: Backbone, heads: Heads | None) -> "Drafter":
         """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
         return self
 
@@ -95,7 +92,7 @@ class Drafter(ABC):
         return
 
     @abstractmethod
-    def propose(self, state: "State", items: "Items", source: "Items", offset: Sequence[tuple[int, int]]) -> Tensor:
+    def propose(self, state: State, items: Items, source: Items, offset: Sequence[tuple[int, int]]) -> Tensor:
         """q [N, V] for N items, from as many ``source`` items at (rows, columns) ``offset``; drafts are sampled
         from it."""
 
@@ -118,7 +115,7 @@ class Rule(ABC):
     lossless: bool = False
     """Whether accept-and-redraw with this rule leaves the marginal exactly p."""
 
-    def bind(self, backbone: "Backbone") -> "Rule":
+    def bind(self, backbone: Backbone) -> "Rule":
         return self
 
     @abstractmethod
@@ -158,37 +155,3 @@ def judges_neighbours(steps: Iterable[Step], grid: Grid) -> bool:
             return True
         drafts.update(step.judge)
     return False
-
-
-@dataclass
-class Trace:
-    """What happened, for metrics and maps: these read nothing else.
-
-    ``passes`` [B] backbone passes a sample, the prompt's included; ``fed`` the tokens a row of each pass;
-    ``seconds`` wall-clock by part ("prompt", "draft", "pass", "judge"). The rest are parallel arrays, one entry a
-    judged item: the pass it followed, its sample, position, round (judgements since it was drafted, from 1), whether
-    it had a draft, whether that was accepted, the token that stood then, and the (rows, columns) offset it was first
-    drafted at.
-    """
-
-    passes: list[int]
-    fed: list[int] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    pass_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    sample: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    position: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    round: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    drafted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-    accepted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-    token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    offset: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int64))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All but ``seconds``, to be stored."""
-        values = {name: value for name, value in vars(self).items() if name != "seconds"}
-        return {name: torch.as_tensor(value) for name, value in values.items()}
-
-    @classmethod
-    def of_tensors(cls, tensors: dict[str, Tensor]) -> "Trace":
-        lists = {name: tensors[name].tolist() for name in ("passes", "fed")}
-        return cls(**(tensors | lists))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.decoding.parts import Trace
+from ssd_train.decoding.trace import Trace
 from ssd_train.distributions import Sampling, guide, probabilities
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Direction, name

@@ -21,12 +21,12 @@ from hydra.utils import instantiate
 
 from ssd_train.backbones.base import Backbone
 from ssd_train.backbones.sketches import UnknownSize, sketch
+from ssd_train.cache.shards import CacheDtype, sample_bytes
 from ssd_train.config import Config, Space, Stage
 from ssd_train.decoding.parts import Schedule
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Direction, Heads, HeadSpec, name, source_rectangle
-from ssd_train.cache.shards import CacheDtype, sample_bytes
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +222,7 @@ def guides(loss: dict[str, float]) -> bool:
     return bool(loss["kl"] or loss["total_variation"])
 
 
-def activations(
-    s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str, unroll: int = 1
-) -> int:
+def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str, unroll: int = 1) -> int:
     """What a training step keeps beside the batch: the chosen streams, and the states that an unrolled head goes on
     from; one head's graph at a time, with the largest step of its backward pass, or in mixed precision the heads'
     16-bit copies if these are larger.

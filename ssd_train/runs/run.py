@@ -16,10 +16,10 @@ from ssd_train import config
 from ssd_train.backbones.base import Backbone
 from ssd_train.distributions import Sampling
 from ssd_train.heads.export import heads_folder
-from ssd_train.runs.plan import require_fit
-from ssd_train.prompts import Prompt, Split, take
-from ssd_train.runs.tracking import make_logger
 from ssd_train.processes.world import ALONE, World
+from ssd_train.prompts import Prompt, Split, take
+from ssd_train.runs.plan import require_fit
+from ssd_train.runs.tracking import make_logger
 
 log = logging.getLogger("ssd_train")
 

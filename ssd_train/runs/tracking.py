@@ -22,11 +22,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from PIL import Image
 
-from ssd_train.training.datamodule import Batch
-from ssd_train.heads.export import read_config
-from ssd_train.processes.files import read_json, write_json
 from ssd_train.config import Config
 from ssd_train.evaluation.report import table_markdown
+from ssd_train.heads.export import read_config
+from ssd_train.processes.files import read_json, write_json
+from ssd_train.training.datamodule import Batch
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import ssd_train
 from ssd_train import config
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.decoding.engine import Decoder
-from ssd_train.decoding.parts import Trace
+from ssd_train.decoding.trace import Trace
 from ssd_train.draws import sample_seed
 from ssd_train.evaluation import metrics, plots, report
 from ssd_train.heads.export import load_heads, read_config, write_card

@@ -21,7 +21,7 @@ from ssd_train.cache.shards import CacheError
 from ssd_train.decoding import phrases
 from ssd_train.decoding.drafters.guess import Copy, Random
 from ssd_train.decoding.drafters.heads import HeadDrafter
-from ssd_train.decoding.engine import Decoder, Items, State
+from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.rules.constant import Amplify
 from ssd_train.decoding.rules.grouped import Grouped
 from ssd_train.decoding.rules.phrases import JointPhrases
@@ -33,6 +33,7 @@ from ssd_train.decoding.schedules.prefix import Prefix
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.decoding.schedules.wave import Wave
 from ssd_train.decoding.schedules.zipar import ZipAR
+from ssd_train.decoding.state import Items, State
 from ssd_train.distributions import Sampling, guided_probabilities
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Heads, HeadSpec
@@ -336,7 +337,7 @@ def test_neighbours_are_drafts_side_by_side_in_a_row():
     drafted = np.array([True, True, True, True, True, True, True, False, True])
     items = Items(host_sample, host_position, *torch.from_numpy(np.stack([host_sample, host_position])), [])
     state = SimpleNamespace(grid=Grid(3, 4), device=torch.device("cpu"))
-    assert State._follows(state, items, drafted).tolist() == [
+    assert State.follows(state, items, drafted).tolist() == [
         False, True, False, True, False, False, True, False, False
     ]  # fmt: skip
 

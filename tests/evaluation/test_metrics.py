@@ -10,10 +10,10 @@ import torch
 from ssd_train.backbones.base import PromptBatch
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
-from ssd_train.decoding.parts import Trace
 from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.rows import Rows
+from ssd_train.decoding.trace import Trace
 from ssd_train.distributions import Sampling
 from ssd_train.evaluation import metrics
 from ssd_train.grid import Grid

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssd_train import config, stages
-from ssd_train.evaluation import metrics
-from ssd_train.runs import plan
+from ssd_train.backbones.kv_cache import KVCache
 from ssd_train.backbones.sketches import sketch
+from ssd_train.cache.shards import CacheDtype
 from ssd_train.decoding.drafters.guess import Random
 from ssd_train.decoding.drafters.heads import HeadDrafter
 from ssd_train.decoding.engine import Decoder
@@ -21,12 +21,12 @@ from ssd_train.decoding.rules.strict import Strict
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.distributions import Sampling
+from ssd_train.evaluation import metrics
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Heads
-from ssd_train.backbones.kv_cache import KVCache
-from ssd_train.training.module import HeadModule
+from ssd_train.runs import plan
 from ssd_train.runs.run import Run
-from ssd_train.cache.shards import CacheDtype
+from ssd_train.training.module import HeadModule
 
 CLOSE = (0.95, 1.3)  # estimate over measurement
 

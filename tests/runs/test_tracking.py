@@ -17,10 +17,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 
-from ssd_train.runs import tracking
 from ssd_train.heads.export import read_config
-from ssd_train.stages import decode, export, train
 from ssd_train.processes.world import World
+from ssd_train.runs import tracking
+from ssd_train.stages import decode, export, train
 
 KEY = "0123456789abcdef" * 3
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.decoding.engine import Items, State
 from ssd_train.decoding.parts import NextTokenDrafter
+from ssd_train.decoding.state import Items, State
 from ssd_train.distributions import guided_probabilities
 
 _loaded: WeakValueDictionary[str, Backbone] = WeakValueDictionary()
@@ -72,7 +72,7 @@ class DraftModel(NextTokenDrafter):
             if missing:
                 raise ValueError(f"the draft model's tokenizer lacks what the prompts' ids {missing} stand for")
             prompts = PromptBatch(torch.tensor([self._ids[i] for i in there.tolist()])[inverse], prompts.attend)
-        mine = State(self.backbone, prompts, state.seeds.tolist(), state.sampling, state.decoder, timed=False)
+        mine = State(self.backbone, prompts, state.seeds.tolist(), state.sampling)
         self.backbone.prefill(prompts, mine.cache)
         return mine, torch.full_like(state.tokens[:, :-1], -1)
 
