@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssd_train.backbones.attention import shared_keys
 from ssd_train.backbones.kv_cache import KVCache, Slots
 from ssd_train.grid import Grid
 
@@ -91,7 +92,8 @@ class Backbone(nn.Module, ABC):
         self.decoder = decoder
         self.output = OutputLayers(embedding, end_of_line_embedding, decoder.norm, head)
         self.fingerprint = fingerprint(model)
-        decoder.norm = nn.Identity()
+        self._attention = decoder.config._attn_implementation
+        self._take_apart()
 
     # -- what a subclass implements -----------------------------------------------------------------------------
 
@@ -156,8 +158,6 @@ class Backbone(nn.Module, ABC):
 
         The state at a slot predicts the token of the next one. With ``layers``, the first so many layers only.
         """
-        # For blocks, transformers repeats keys that query heads share (Emu3): with a mask, CUDA's only kernel for
-        # enable_gqa is the one that keeps all scores. Single tokens are spared: their heads stand in as queries.
         mask = cache.begin(slots)
         if self.decoder.config._attn_implementation == "eager":
             # transformers' eager attention adds its mask: a bool one would be silently wrong
@@ -198,10 +198,17 @@ class Backbone(nn.Module, ABC):
     def intact(self) -> Iterator[nn.Module]:
         """The transformers model as it was loaded, its final norm back in place."""
         self.decoder.norm = self.output.norm
+        self.decoder.config._attn_implementation = self._attention
         try:
             yield self.model
         finally:
-            self.decoder.norm = nn.Identity()
+            self._take_apart()
+
+    def _take_apart(self) -> None:
+        self.decoder.norm = nn.Identity()
+        config = self.decoder.config
+        if self._attention == "sdpa" and config.num_key_value_heads < config.num_attention_heads:
+            config._attn_implementation = shared_keys.__name__
 
     @torch.inference_mode()
     def readout_error(self, prompts: PromptBatch, tokens: Tensor, hidden: Tensor) -> float:

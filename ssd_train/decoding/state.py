@@ -110,8 +110,8 @@ class State:
         return hidden[:, items.sample, -1]
 
     def _pass(self, positions: Sequence[Sequence[int]], layers: int | None = None) -> tuple[Tensor, Tensor]:
-        """States [2, B, n, d] after the positions, and the positions that they predict: [B, n], or [1, n] if all samples
-        feed the same."""
+        """States [2, B, n, d] after the positions, and the positions that they predict: [B, n], or [1, n] if all
+        samples feed the same."""
         base, size = self.cache.prompt_length, self.grid.size
         # A sample with nothing to feed repeats its first token: writing the same entry again changes nothing.
         positions = positions[:1] if same_for_all(positions) else positions

@@ -274,3 +274,19 @@ def test_shipped_settings_fit_their_adapter(stem, guidance, top_k):
     adapter = get_class(target)
     known = {*inspect.signature(getattr(adapter, load)).parameters, *inspect.signature(adapter).parameters}
     assert {"name", "device", *settings.backbone} <= known
+
+
+def test_shared_keys_are_never_copied(backbone, prompts, tokens, monkeypatch):
+    """Attention sees as many key heads as the model has, in every pass; the model as it was loaded is left alone."""
+    heads = []
+
+    def attention(query, key, *args, **kwargs):
+        heads.append(key.shape[1])
+        return one_of_torch(query, key, *args, **kwargs)
+
+    one_of_torch = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    backbone.teacher_force(prompts, tokens)
+    assert set(heads) == {backbone.decoder.config.num_key_value_heads}
+    with backbone.intact():
+        assert backbone.decoder.config._attn_implementation == "sdpa"
