@@ -4,7 +4,7 @@ The only maker of p and q: both come from :func:`guided_probabilities`, so they 
 same processing, in the published order guidance -> temperature -> top-k -> top-p -> softmax. (Which ids
 may occur at all is settled before: a backbone's readout covers exactly the image vocabulary.)
 
-Shapes: N any leading shape, V vocabulary, leading 2 = (conditional, unconditional) stream.
+Shapes: N any leading shape, V vocabulary, leading S = 2 streams, (conditional, unconditional), or 1 without guidance.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ class Sampling:
 
 
 def guide(logits: Tensor, guidance: float) -> Tensor:
-    """Classifier-free guidance: [2, *N, V] -> [*N, V], u + s * (c - u)."""
-    conditional, unconditional = logits
+    """Classifier-free guidance: [S, *N, V] -> [*N, V], u + s * (c - u), which is c where s is 1."""
     if guidance == 1:
-        return conditional
+        return logits[0]
+    conditional, unconditional = logits
     return unconditional + guidance * (conditional - unconditional)
 
 
@@ -63,7 +63,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def guided_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Both streams' logits [2, *N, V] -> the distribution [*N, V] that tokens are sampled from."""
+    """The streams' logits [S, *N, V] -> the distribution [*N, V] that tokens are sampled from."""
     return probabilities(guide(logits, sampling.guidance), sampling)
 
 

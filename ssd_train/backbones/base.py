@@ -1,8 +1,8 @@
 """The contract between a frozen backbone and everything else.
 
-A new backbone is one file (a subclass of :class:`Backbone`) and one yaml. Shapes: B samples, R = 2B rows (the
-conditional rows first, then the unconditional ones), P prompt slots, n tokens in a block, L image tokens,
-d width, V image vocabulary.
+A new backbone is one file (a subclass of :class:`Backbone`) and one yaml. Shapes: B samples, S streams (the conditional
+one, then for CFG the unconditional one), R = S*B rows, stream after stream, P prompt slots, n tokens in a block, L
+image tokens, d width, V image vocabulary.
 """
 
 import hashlib
@@ -23,10 +23,18 @@ from ssd_train.grid import Grid
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Everything before the first image token, both streams, left-padded: ids and attend are [2, B, P]."""
+    """Everything before the first image token, left-padded: ids and attend are [S, B, P]."""
 
     ids: Tensor  # int64
     attend: Tensor  # bool, False on left padding
+
+    @property
+    def streams(self) -> int:
+        return self.ids.shape[0]
+
+    def guided(self, guidance: float) -> "PromptBatch":
+        """The streams that sampling with this guidance needs: at 1 the conditional one alone, half the work."""
+        return PromptBatch(self.ids[:1], self.attend[:1]) if guidance == 1 else self
 
     @classmethod
     def collate(cls, conditional: Sequence[list[int]], unconditional: Sequence[list[int]], pad: int) -> "PromptBatch":
@@ -183,16 +191,16 @@ class Backbone(nn.Module, ABC):
 
     @torch.inference_mode()
     def teacher_force(self, prompts: PromptBatch, tokens: Tensor) -> Tensor:
-        """States H [2, B, L, d] that predict the given tokens [B, L], in one pass after the prompt's."""
+        """States H [S, B, L, d] that predict the given tokens [B, L], in one pass after the prompt's."""
         cache = self.new_cache(prompts)
         first = self.prefill(prompts, cache)
         index, position, predicts = self.grid.feed_plan(range(self.grid.size - 1))
         fed = torch.cat([tokens, tokens.new_full((tokens.shape[0], 1), -1)], 1)[:, position]
         slots = Slots.span(cache.prompt_length, cache.prompt_length + len(index), self.device)
-        hidden = self(self.embed(fed).repeat(2, 1, 1), slots, cache)
+        hidden = self(self.embed(fed).repeat(prompts.streams, 1, 1), slots, cache)
         keep = [i for i, p in enumerate(predicts) if p >= 0]
         hidden = torch.cat([first[:, None], hidden[:, keep]], 1)
-        return hidden.view(2, -1, *hidden.shape[1:])
+        return hidden.view(prompts.streams, -1, *hidden.shape[1:])
 
     @contextmanager
     def intact(self) -> Iterator[nn.Module]:
@@ -213,7 +221,7 @@ class Backbone(nn.Module, ABC):
     @torch.inference_mode()
     def readout_error(self, prompts: PromptBatch, tokens: Tensor, hidden: Tensor) -> float:
         """max |readout(H) - the class's own logits| / max |logits|, for tokens [B, L] and their states
-        [2, B, L, d]: near rounding if the states were taken before the norm and in the right order, else of order 1."""
+        [S, B, L, d]: near rounding if the states were taken before the norm and in the right order, else of order 1."""
         with self.intact():
             reference = self.reference_logits(prompts, tokens)
         errors, magnitudes = [], []

@@ -114,7 +114,7 @@ class Janus(Backbone):
         return codes.view(len(images), self.grid.height, self.grid.width)
 
     def reference_logits(self, prompts: PromptBatch, tokens: Tensor) -> Tensor:
-        fed = self.model.prepare_embeddings_for_image_generation(tokens[:, :-1]).repeat(2, 1, 1)
+        fed = self.model.prepare_embeddings_for_image_generation(tokens[:, :-1]).repeat(prompts.streams, 1, 1)
         attend = prompts.attend.flatten(0, 1).to(self.device)
         attend = torch.cat([attend, attend.new_ones(fed.shape[:2])], 1)
         hidden = self.model.model.language_model(

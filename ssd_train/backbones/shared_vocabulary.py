@@ -54,7 +54,7 @@ class SharedVocabulary(Backbone):
         """[R, L, V], also for the first L tokens only."""
         _, position, predicts = self.grid.feed_plan(range(tokens.shape[1] - 1))
         fed = torch.cat([tokens, tokens.new_full((len(tokens), 1), -1)], 1)[:, position]
-        ids = torch.cat([prompts.ids.flatten(0, 1).to(self.device), self.ids[fed].repeat(2, 1)], 1)
+        ids = torch.cat([prompts.ids.flatten(0, 1).to(self.device), self.ids[fed].repeat(prompts.streams, 1)], 1)
         length = prompts.ids.shape[-1]
         attend = torch.ones_like(ids)
         attend[:, :length] = prompts.attend.flatten(0, 1)

@@ -32,7 +32,7 @@ from ssd_train.draws import Purpose
 
 @dataclass(frozen=True)
 class Decoded:
-    """tokens [B, h, w] int64; hidden [2, B, L, d], the last state seen for each position (exact for AR); trace."""
+    """tokens [B, h, w] int64; hidden [S, B, L, d], the last state seen for each position (exact for AR); trace."""
 
     tokens: Tensor
     hidden: Tensor

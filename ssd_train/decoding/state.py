@@ -1,7 +1,7 @@
 """The batch being decoded: what stands where, what the backbone has seen, what each draft was drawn from.
 
-B samples, R = 2B rows (both CFG streams), L image tokens, V vocabulary, d width, N items, (sample, position) pairs of a
-batch laid end to end.
+B samples, S streams (both of CFG, or the conditional one alone where guidance is 1), L image tokens, V vocabulary, d
+width, N items, (sample, position) pairs of a batch laid end to end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ def same_for_all(lists: Sequence[Sequence[int]]) -> bool:
 
 class State:
     """``tokens`` [B, L+1] int64 as they stand (-1: none yet; column L is the end-of-line token); ``fed``, the same when
-    the backbone last consumed them; ``hidden`` [2, B, L+2, d], the last state for each position (column L is what
+    the backbone last consumed them; ``hidden`` [S, B, L+2, d], the last state for each position (column L is what
     follows the image, L+1 takes the states that predict end-of-line tokens); ``q`` [B, window, V], the distribution
     a standing token was drawn from, by position modulo window.
     """
@@ -59,14 +59,16 @@ class State:
     ):
         """``window`` is the longest run of positions that hold drafts at any time. ``timed`` fills trace.seconds, which
         costs device synchronisations."""
-        self.backbone, self.grid, self.sampling, self.prompts = backbone, backbone.grid, sampling, prompts
+        self.backbone, self.grid, self.sampling = backbone, backbone.grid, sampling
+        self.prompts = prompts = prompts.guided(sampling.guidance)
+        self.streams = prompts.streams
         batch, size, device = len(seeds), self.grid.size, backbone.device
         if prompts.ids.shape[1] != batch:
             raise ValueError(f"{prompts.ids.shape[1]} prompts but {batch} seeds; expected one seed a prompt")
         self.batch, self.device, self.window = batch, device, window
         self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)
         self.tokens = torch.full((batch, size + 1), -1, dtype=torch.int64, device=device)
-        self.hidden = torch.zeros(2, batch, size + 2, backbone.width, dtype=backbone.dtype, device=device)
+        self.hidden = torch.zeros(self.streams, batch, size + 2, backbone.width, dtype=backbone.dtype, device=device)
         self.fed = self.tokens.clone()
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self.q = torch.zeros(batch, window, backbone.vocabulary if window else 0, dtype=dtype, device=device)
@@ -84,7 +86,7 @@ class State:
 
     def prefill(self) -> None:
         """The prompt's pass: the state that predicts position 0."""
-        self.hidden[:, :, 0] = self.backbone.prefill(self.prompts, self.cache).view(2, self.batch, -1)
+        self.hidden[:, :, 0] = self.backbone.prefill(self.prompts, self.cache).view(self.streams, self.batch, -1)
         self._trace.passes = [1] * self.batch
         self._trace.fed.append(self.cache.prompt_length)
 
@@ -100,7 +102,7 @@ class State:
             self.hidden[:, torch.arange(self.batch, device=self.device)[:, None], predicts] = hidden
 
     def last_states(self, items: Items, layers: int | None = None) -> Tensor:
-        """Feeds the items through the backbone's first ``layers`` (None: all): of each, the state [2, N, d] that
+        """Feeds the items through the backbone's first ``layers`` (None: all): of each, the state [S, N, d] that
         follows its sample's last one, by these layers. Their KV cache entries are the ones that a full pass would
         write."""
         positions: list[list[int]] = [[] for _ in range(self.batch)]
@@ -110,7 +112,7 @@ class State:
         return hidden[:, items.sample, -1]
 
     def _pass(self, positions: Sequence[Sequence[int]], layers: int | None = None) -> tuple[Tensor, Tensor]:
-        """States [2, B, n, d] after the positions, and the positions that they predict: [B, n], or [1, n] if all
+        """States [S, B, n, d] after the positions, and the positions that they predict: [B, n], or [1, n] if all
         samples feed the same."""
         base, size = self.cache.prompt_length, self.grid.size
         # A sample with nothing to feed repeats its first token: writing the same entry again changes nothing.
@@ -131,12 +133,12 @@ class State:
             slots = Slots(slot[0], width, contiguous=rows[0][0][-1] - rows[0][0][0] == longest - 1)
             tokens = self.tokens[:, token[0]]
         else:
-            slots = Slots(slot.repeat(2, 1), width)
+            slots = Slots(slot.repeat(self.streams, 1), width)
             tokens = self.tokens.gather(1, token)
         self.fed.scatter_(1, token.expand_as(tokens), tokens)
-        embedded = self.backbone.embed(tokens).repeat(2, 1, 1)
+        embedded = self.backbone.embed(tokens).repeat(self.streams, 1, 1)
         hidden = self.backbone(embedded, slots, self.cache, layers)
-        return hidden.view(2, *tokens.shape, -1), predicts
+        return hidden.view(self.streams, *tokens.shape, -1), predicts
 
     # -- drafts and judgements ----------------------------------------------------------------------------------
 

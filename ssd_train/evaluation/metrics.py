@@ -136,7 +136,7 @@ def negative_log_likelihood(
     At most about ``elements`` logits exist at a time.
     """
     flat = tokens.flatten(1).to(backbone.device)
-    hidden = backbone.teacher_force(prompts, flat)
+    hidden = backbone.teacher_force(prompts.guided(sampling.guidance), flat)
     batch, size = flat.shape
     chunk = max(1, elements // (2 * batch * backbone.vocabulary))
     nats = torch.zeros(batch, dtype=torch.float64, device=backbone.device)

@@ -1,4 +1,4 @@
-"""Prompts -> tokens and states of both CFG streams -> shards."""
+"""Prompts -> tokens and states of both CFG streams, or of the only one without guidance -> shards."""
 
 import logging
 import math
@@ -160,7 +160,7 @@ def _checks(run: Run, prompts: list[Prompt]) -> dict:
     states is not the model's own logits: the commonest silent failure, and heads trained on such states are useless."""
     backbone = run.backbone
     first = prompts[: min(4, run.cfg.cache.batch_size)]
-    context = backbone.encode_prompts([p.text for p in first])
+    context = backbone.encode_prompts([p.text for p in first]).guided(run.sampling.guidance)
     generator = torch.Generator().manual_seed(run.cfg.seed)
     tokens = torch.randint(backbone.vocabulary, (len(first), backbone.grid.size), generator=generator)
     tokens = tokens.to(backbone.device)
@@ -202,7 +202,7 @@ def _estimate(run: Run, cache: ShardCache, samples: int, prompts: list[Prompt]) 
     cache.directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache.directory).free
     batch = [p.text for p in prompts[: min(cfg.batch_size, cfg.shard_size, samples)]]
-    seconds = _seconds_a_pass(backbone, batch) * math.ceil(samples / len(batch))
+    seconds = _seconds_a_pass(backbone, batch, run.sampling.guidance) * math.ceil(samples / len(batch))
     if cfg.source is CacheSource.generated:
         seconds *= backbone.grid.size
     log.info(
@@ -217,9 +217,9 @@ def _estimate(run: Run, cache: ShardCache, samples: int, prompts: list[Prompt]) 
 
 
 @torch.inference_mode()
-def _seconds_a_pass(backbone: Backbone, texts: list[str]) -> float:
+def _seconds_a_pass(backbone: Backbone, texts: list[str], guidance: float) -> float:
     """Wall-clock of one single-token pass, half-way through an image, with some margin for sampling."""
-    context = backbone.encode_prompts(texts)
+    context = backbone.encode_prompts(texts).guided(guidance)
     cache = backbone.new_cache(context)
     hidden = backbone.prefill(context, cache)
     half = min(backbone.grid.size - 2, backbone.grid.size // 2)
@@ -227,7 +227,7 @@ def _seconds_a_pass(backbone: Backbone, texts: list[str]) -> float:
 
     def pass_(start: int, stop: int) -> Tensor:
         slots = Slots.span(context.ids.shape[-1] + start, context.ids.shape[-1] + stop, backbone.device)
-        return backbone(backbone.embed(tokens[:, : stop - start]).repeat(2, 1, 1), slots, cache)
+        return backbone(backbone.embed(tokens[:, : stop - start]).repeat(context.streams, 1, 1), slots, cache)
 
     if half > 0:
         hidden = pass_(0, half)
@@ -264,5 +264,5 @@ def _encode_images(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[T
     _, height, width, _ = backbone.decode_pixels(blank).shape
     images = [ImageOps.fit(Image.fromarray(p.image()), (width, height)) for p in prompts]
     tokens = backbone.encode_pixels(torch.from_numpy(np.stack(images)))
-    context = backbone.encode_prompts([p.text for p in prompts])
+    context = backbone.encode_prompts([p.text for p in prompts]).guided(run.sampling.guidance)
     return tokens, backbone.teacher_force(context, tokens.flatten(1))

@@ -310,7 +310,7 @@ def test_a_draft_is_revised_by_the_change_of_the_heads_prediction(backbone, head
     hidden = torch.randn(2, 2, backbone.grid.size, backbone.width, dtype=torch.float64)
     state = SimpleNamespace(
         tokens=tokens, fed=fed, hidden=hidden.clone(), grid=backbone.grid, backbone=backbone, sampling=SAMPLING,
-        device="cpu",
+        device="cpu", streams=2,
     )  # fmt: skip
     sample, position = torch.tensor([0, 0, 1]), torch.tensor([2, 3, 11])
     q = drafter.revise(state, SimpleNamespace(sample=sample, position=position))
@@ -440,3 +440,23 @@ def test_wide_heads_see_in_decoding_what_they_saw_in_training(backbone):
     assert set(seen) == {p for p in range(grid.size - grid.width) if p % grid.width}
     for position, mine in seen.items():
         assert torch.allclose(mine, expected[:, position], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        lambda: Decoder(Autoregressive()),
+        lambda: ssd(rounds=1),
+        lambda: Decoder(chain(), HeadDrafter(chain=True), Strict()),
+        lambda: Decoder(chain(), EarlyExit(1), Strict()),
+        lambda: Decoder(window(), HeadDrafter(revise=True), Strict()),
+    ],
+)
+def test_without_guidance_there_is_one_stream(backbone, heads, decoder):
+    """The unconditional one is not fed, and what stands is what both streams give just beside a guidance of 1."""
+    decoded = decoder().bind(backbone, heads)(backbone, micro.prompts(3), range(3), Sampling(guidance=1.0))
+    assert decoded.hidden.shape[0] == 1
+    both = decoder().bind(backbone, heads)(backbone, micro.prompts(3), range(3), Sampling(guidance=1 + 1e-12))
+    assert both.hidden.shape[0] == 2
+    assert torch.equal(decoded.tokens, both.tokens)
+    assert decoded.trace.passes == both.trace.passes

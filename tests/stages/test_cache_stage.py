@@ -66,6 +66,12 @@ def test_a_sample_is_what_ar_makes_of_its_prompt_and_seed_alone(cached, make_run
     assert len({tuple(s.tokens.flatten().tolist()) for s in samples}) > 55
 
 
+def test_without_guidance_only_the_conditional_stream_is_cached(make_run, tmp_path):
+    run = make_run(tmp_path, "model.sampling.guidance=1.0", "cache.samples=20")
+    stage.run(run)
+    assert {tuple(sample.hidden.shape) for sample in all_samples(tmp_path / "cache")} == {(1, 16, 16)}
+
+
 def test_the_manifest_pins_everything(cached, make_run):
     run = make_run(cached)
     manifest = ShardCache(cached / "cache").manifest()

@@ -787,3 +787,9 @@ def test_validation_comes_by_steps_whatever_a_step_accumulates(trainable):
 def leave_no_outputs(tmp_path):
     yield
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def test_without_guidance_heads_train_on_one_stream(make_run, tmp_path):
+    run = make_run(tmp_path, "model.sampling.guidance=1.0", "cache.samples=20", "train.epochs=1", "head.loss.kl=0.1")
+    cache.run(run)
+    assert 0 < stage.run(run) <= 1

@@ -33,7 +33,7 @@ class HeadDrafter(Drafter):
         self.chain = self.sequential = chain
         self.revise = self._revised if revise else None
         self.heads: Heads | None = None
-        # By decoding: the memory after a sample's last draft, [2, B, d/2], and that draft's position, [B].
+        # By decoding: the memory after a sample's last draft, [S, B, d/2], and that draft's position, [B].
         self._memories: WeakKeyDictionary = WeakKeyDictionary()
 
     def bind(self, backbone, heads: Heads | None) -> "HeadDrafter":
@@ -77,7 +77,7 @@ class HeadDrafter(Drafter):
         if len(groups) == 1:
             logits = self._logits(state, items, source, offset[0], slice(None))
         else:
-            shape = 2, len(offset), state.backbone.vocabulary
+            shape = state.streams, len(offset), state.backbone.vocabulary
             logits = torch.empty(shape, dtype=state.q.dtype, device=state.device)
             for pair, members in groups.items():
                 logits[:, members] = self._logits(state, items, source, pair, members)
@@ -86,7 +86,7 @@ class HeadDrafter(Drafter):
     def _revised(self, state, items) -> Tensor:
         b, left = items.sample, items.position - 1
         tokens = torch.stack([state.fed[b, left], state.tokens[b, left]])
-        embedded = state.backbone.embed(tokens)[:, None].expand(-1, 2, -1, -1)
+        embedded = state.backbone.embed(tokens)[:, None].expand(-1, state.streams, -1, -1)
         z = self.heads.inputs(state.hidden[:, b, left].expand_as(embedded), embedded)
         fed, now = self.heads(Direction.HORIZONTAL, 1, z)
         hidden = state.hidden[:, b, items.position] + (now - fed) * self.heads.spec.state_scale
@@ -94,7 +94,7 @@ class HeadDrafter(Drafter):
         return guided_probabilities(state.backbone.readout(hidden), state.sampling)
 
     def _logits(self, state, items, source, offset: tuple[int, int], chosen: list[int] | slice) -> Tensor:
-        """Draft logits [2, n, V] of the n chosen items, which are all at one offset."""
+        """Draft logits [S, n, V] of the n chosen items, which are all at one offset."""
         direction, distance = self._head(*offset)
         chained = self.chain and direction is Direction.HORIZONTAL
         position = items.position[chosen] - 1 if chained else source.position[chosen]
@@ -109,10 +109,10 @@ class HeadDrafter(Drafter):
         return self.heads.logits(direction, distance, predicted, state.backbone.readout)
 
     def _along_row(self, state, sample: np.ndarray, position: np.ndarray, rows: int) -> Tensor:
-        """Predictions [2, n, d] of the recurrent head for drafts at these positions [n], one a sample at most."""
+        """Predictions [S, n, d] of the recurrent head for drafts at these positions [n], one a sample at most."""
         width = state.grid.width
         if state not in self._memories:
-            memory = state.hidden.new_zeros(2, state.batch, state.backbone.width // 2)
+            memory = state.hidden.new_zeros(state.streams, state.batch, state.backbone.width // 2)
             self._memories[state] = memory, np.full(state.batch, -1)
         memory, last = self._memories[state]
         behind = np.where(last[sample] == position - 1, 0, position % width)
@@ -123,20 +123,20 @@ class HeadDrafter(Drafter):
             left = state.backbone.embed(state.tokens[b, p - 1].masked_fill(first[:, 0], 0)).masked_fill(first, 0)
             z = self._inputs(state, b, p - rows * width, self.heads.spec.context)
             predicted, after = self.heads.step(
-                rows, z.flatten(0, 1), left.repeat(2, 1), memory[:, b].masked_fill(first, 0).flatten(0, 1)
+                rows, z.flatten(0, 1), left.repeat(state.streams, 1), memory[:, b].masked_fill(first, 0).flatten(0, 1)
             )
-            memory[:, b] = after.view(2, len(b), -1)
+            memory[:, b] = after.view(state.streams, len(b), -1)
         last[sample] = position
-        return predicted.view(2, len(sample), -1)
+        return predicted.view(state.streams, len(sample), -1)
 
     def _inputs(self, state, sample: Tensor, position: Tensor, context: int) -> Tensor:
-        """z [2, n, 2dc] of sources [n] and their neighbours in the row; zeros beyond the row's ends and for neighbours
+        """z [S, n, 2dc] of sources [n] and their neighbours in the row; zeros beyond the row's ends and for neighbours
         that are not there yet."""
         near = torch.arange(context, device=state.device) - context // 2
         column = position[:, None] % state.grid.width + near
         at = (sample[:, None], (position[:, None] + near).clamp(0, state.grid.size - 1))
         token = state.tokens[at]
-        embedded = state.backbone.embed(token.clamp_min(0)).expand(2, -1, -1, -1)
+        embedded = state.backbone.embed(token.clamp_min(0)).expand(state.streams, -1, -1, -1)
         z = self.heads.inputs(state.hidden[:, *at], embedded)
         if context > 1:
             z = z * ((column >= 0) & (column < state.grid.width) & (token >= 0))[..., None]
