@@ -80,9 +80,6 @@ class HeadConfig:
     hidden: int | None = None  # 2 * width of the backbone
     space: Space = Space.latent
     context: int = 1  # neighbours in the row above that a vertical head sees; odd
-    recurrent: bool = False  # vertical heads go along their row, and see what was drafted to the left
-    unroll: int = 1  # steps that the horizontal +1 head is trained to go on from its own predictions (EAGLE)
-    unroll_decay: float = 0.25  # weight of each of these steps over that of the one before
     loss: LossConfig = field(default_factory=LossConfig)
     condition_drop: float = 0.1  # share of samples trained on their unconditional stream
     lr: float = 1e-4
@@ -244,7 +241,6 @@ LEAST = {
     "head.k_horizontal": 0,
     "head.k_vertical": 0,
     "head.hidden": 1,
-    "head.unroll": 1,
     "head.warmup_steps": 0,
     "head.weight_decay": 0,
     "head.loss.smooth_l1": 0,
@@ -271,21 +267,10 @@ def check(cfg: Config) -> None:
             f"head.loss.kl={cfg.head.loss.kl}, head.loss.total_variation={cfg.head.loss.total_variation} with "
             "head.space=token, whose only loss is cross-entropy; expected 0, or head.space=latent"
         )
-    if not 0 < cfg.head.unroll_decay <= 1:
-        raise ValueError(f"head.unroll_decay is {cfg.head.unroll_decay}; expected more than 0, and 1 at most")
-    if cfg.head.unroll > 1 and cfg.head.space is Space.token:
+    if cfg.head.context > 1 and not cfg.head.k_vertical:
         raise ValueError(
-            f"head.unroll is {cfg.head.unroll}, which feeds predicted states back, but head.space=token predicts none; "
-            "use head.space=latent"
-        )
-    if cfg.head.unroll > 1 and not cfg.head.k_horizontal:
-        raise ValueError(
-            f"head.unroll is {cfg.head.unroll}, but there is no horizontal +1 head to unroll; set head.k_horizontal=1"
-        )
-    if (cfg.head.recurrent or cfg.head.context > 1) and not cfg.head.k_vertical:
-        raise ValueError(
-            f"head.recurrent={cfg.head.recurrent}, head.context={cfg.head.context}: these are for vertical heads, and "
-            "head.k_vertical is 0; expected false and 1, or head.k_vertical=1"
+            f"head.context={cfg.head.context} is for vertical heads, and head.k_vertical is 0; expected head.context=1 or "
+            "head.k_vertical=1"
         )
     if not 0 <= cfg.head.condition_drop <= 1:
         raise ValueError(f"head.condition_drop is {cfg.head.condition_drop}; expected a share between 0 and 1")

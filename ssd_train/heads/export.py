@@ -65,8 +65,6 @@ def write_card(directory: Path, config: dict, measured: str = "Not measured yet.
     metrics = config["training"].get("validation", {})
     rows = ["| head | acceptance rate | top-1 agreement |", "|---|---|---|"]
     labels = {name(*pair): "{} +{}".format(*pair) for pair in HeadSpec(**config["heads"]).offsets()}
-    for step in range(2, config["grid"][1]):
-        labels[f"unroll_{step}"] = f"horizontal +1, step {step} on its own predictions"
     for key, label in labels.items():
         figures = [metrics.get(f"validation/{metric}/{key}") for metric in ("acceptance", "top1")]
         if None not in figures:

@@ -31,7 +31,6 @@ class HeadSpec:
 
     ``context`` (odd) is how many neighbours in the source's row a vertical head sees, the source in the middle; 1 is
     the published predictor. Horizontal heads see their source alone: what is to its right is not there yet.
-    ``recurrent`` vertical heads go along their row and also see what was drafted to the left (:class:`RowPredictor`).
     """
 
     width: int
@@ -41,7 +40,6 @@ class HeadSpec:
     hidden: int = 0
     space: str = "latent"
     context: int = 1
-    recurrent: bool = False
     state_scale: float = 1.0
     embedding_scale: float = 1.0
 
@@ -54,8 +52,6 @@ class HeadSpec:
             raise ValueError(f"space is {self.space!r}; expected 'latent' or 'token'")
         if self.context < 1 or self.context % 2 == 0:
             raise ValueError(f"context is {self.context}; expected an odd number, 1 or more")
-        if self.recurrent and not self.k_vertical:
-            raise ValueError("recurrent heads are vertical ones, but k_vertical is 0; expected at least 1")
         if self.state_scale <= 0 or self.embedding_scale <= 0:
             raise ValueError(f"scales must be positive, got {self.state_scale} and {self.embedding_scale}")
         if not self.hidden:
@@ -87,32 +83,8 @@ class Predictor(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         projected = self.w0(z)
-        return projected + self.gated(self.norm(projected))
-
-    def gated(self, normed: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(normed)) * self.w3(normed))
-
-
-class RowPredictor(Predictor):
-    """A predictor with a memory of its row: f_x(z) + W4 s_x, s_x = GRU([n_x ; e(t[x-1])], s_{x-1}), s_-1 = 0.
-
-    x is the column in the predicted row and t its tokens, e(t[-1]) = 0. All that costs much depends on z alone, as in
-    :class:`Predictor`; the cell is d/2 wide: 4.25 d^2 more parameters. W4 starts as 0, hence f as the identity.
-    """
-
-    def __init__(self, width: int, hidden: int, context: int = 1):
-        super().__init__(width, hidden, context)
-        self.cell = nn.GRU(2 * width, width // 2, bias=False, batch_first=True)
-        self.w4 = nn.Linear(width // 2, width, bias=False)
-        nn.init.zeros_(self.w4.weight)
-
-    def forward(self, z: Tensor, left: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """A run of columns: z [N, w, 2dc], embeddings of the left neighbours [N, w, d] and the memory [N, d/2] before
-        the first column -> predictions [N, w, d] and the memory after the last column."""
-        projected = self.w0(z)
         normed = self.norm(projected)
-        read, memory = self.cell(torch.cat([normed, left], -1), None if memory is None else memory[None])
-        return projected + self.gated(normed) + self.w4(read), memory[0]
+        return projected + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
 
 
 class Heads(nn.Module):
@@ -123,8 +95,7 @@ class Heads(nn.Module):
         self.spec = spec
         self.predictors = nn.ModuleDict()
         for direction, offset in spec.offsets():
-            kind = RowPredictor if self.recurrent(direction) else Predictor
-            self.predictors[name(direction, offset)] = kind(spec.width, spec.hidden, self.context(direction))
+            self.predictors[name(direction, offset)] = Predictor(spec.width, spec.hidden, self.context(direction))
         self.vocabulary_projections = nn.ModuleDict()
         if spec.space == "token":
             for key in self.predictors:
@@ -133,29 +104,13 @@ class Heads(nn.Module):
     def context(self, direction: Direction) -> int:
         return self.spec.context if direction is Direction.VERTICAL else 1
 
-    def recurrent(self, direction: Direction) -> bool:
-        return self.spec.recurrent and direction is Direction.VERTICAL
-
     def inputs(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """z = [H ; e(t)] at unit scale: two [..., d] -> [..., 2d]."""
         return torch.cat([hidden / self.spec.state_scale, embedded / self.spec.embedding_scale], -1)
 
-    def forward(self, direction: Direction, offset: int, z: Tensor, left: Tensor | None = None) -> Tensor:
-        """z [..., 2dc] -> the predicted state *over* ``state_scale`` [..., d] (in token space: a feature). A recurrent
-        head takes whole rows [..., w, 2dc] and, from :func:`left_neighbours`, ``left`` [..., w, d]."""
-        predictor = self.predictor(direction, offset)
-        if not self.recurrent(direction):
-            return predictor(z)
-        left = (left / self.spec.embedding_scale).expand(*z.shape[:-1], -1)
-        predicted, _ = predictor(z.flatten(0, -3), left.flatten(0, -3))
-        return predicted.view_as(left)
-
-    def step(self, offset: int, z: Tensor, left: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One column of a recurrent vertical head: z [N, 2dc], the left neighbour's embedding [N, d] (zeros in the
-        first column) and the memory before it [N, d/2] -> the prediction [N, d] and the memory after it."""
-        left = left / self.spec.embedding_scale
-        predicted, memory = self.predictor(Direction.VERTICAL, offset)(z[:, None], left[:, None], memory)
-        return predicted[:, 0], memory
+    def forward(self, direction: Direction, offset: int, z: Tensor) -> Tensor:
+        """z [..., 2dc] -> the predicted state *over* ``state_scale`` [..., d] (in token space: a feature)."""
+        return self.predictor(direction, offset)(z)
 
     def predictor(self, direction: Direction, offset: int) -> nn.Module:
         """Raises ValueError if there is none."""
@@ -191,11 +146,6 @@ def widen(z: Tensor, context: int) -> Tensor:
     reach = context // 2
     padded = F.pad(z, (0, 0, reach, reach))
     return torch.cat([padded[..., i : i + z.shape[-2], :] for i in range(context)], -1)
-
-
-def left_neighbours(x: Tensor) -> Tensor:
-    """What stands to the left of each column, zeros before the first: [..., w, k] -> [..., w, k]."""
-    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
 
 
 def source_rectangle(grid: Grid, direction: Direction, offset: int) -> tuple[int, int]:

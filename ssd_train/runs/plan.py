@@ -130,7 +130,6 @@ def head_spec(cfg: Config, s: Sizes) -> HeadSpec:
         hidden=head.hidden or 0,
         space=head.space.name,
         context=head.context,
-        recurrent=head.recurrent,
     )
 
 
@@ -222,14 +221,13 @@ def guides(loss: dict[str, float]) -> bool:
     return bool(loss["kl"] or loss["total_variation"])
 
 
-def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str, unroll: int = 1) -> int:
-    """What a training step keeps beside the batch: the chosen streams, and the states that an unrolled head goes on
-    from; one head's graph at a time, with the largest step of its backward pass, or in mixed precision the heads'
-    16-bit copies if these are larger.
+def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], precision: str) -> int:
+    """What a training step keeps beside the batch: the chosen streams; one head's graph at a time, with the largest
+    step of its backward pass, or in mixed precision the heads' 16-bit copies if these are larger.
 
     At each position that has a target, a head keeps z (2d, times its context), z's projection and norm, four hidden
-    tensors (m), and three d around the loss; a recurrent one also 5d of its cell. KL and total variation need both
-    streams of that, two more d around the readout, and tensors of V. Mixed precision halves z and the hidden ones.
+    tensors (m), and three d around the loss. KL and total variation need both streams of that, two more d around the
+    readout, and tensors of V. Mixed precision halves z and the hidden ones.
     """
     m, d, v = spec.hidden, spec.width, spec.vocabulary
     narrow = 2 if "16" in precision else 4
@@ -243,12 +241,11 @@ def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], p
     kept = at_once = 0
     for direction, offset in spec.offsets():
         rows, columns = source_rectangle(s.grid, direction, offset)
-        vertical = direction is Direction.VERTICAL
-        z = 2 * d * (spec.context if vertical else 1)
-        around = 3 + 2 * guided + 5 * (spec.recurrent and vertical)
+        z = 2 * d * (spec.context if direction is Direction.VERTICAL else 1)
+        around = 3 + 2 * guided
         kept = max(kept, rows * columns * (streams * ((z + 4 * m) * narrow + around * d * 4) + logits))
         at_once = max(at_once, rows * columns * step)
-    chosen = (unroll - 1 + (not guided)) * streams * s.grid.size * d * 4
+    chosen = (not guided) * s.grid.size * d * 4
     copies = 2 * sum(head_parameters(spec).values()) if narrow == 2 else 0  # gone before the backward pass
     return images * (chosen + kept) + max(images * at_once, copies)
 
@@ -267,7 +264,7 @@ def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: boo
     if cfg.head.ema is not None:
         optimiser += 4 * parameters // (world if sharded else 1)
     batch = 2 * images * s.grid.size * s.width * 4
-    step = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision, cfg.head.unroll)
+    step = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision)
     if "mixed" in cfg.train.precision:  # there the optimiser is not fused: it makes one more number a weight
         step = max(step, 4 * parameters // (world if sharded else 1))
     return s.weights + 4 * s.output + optimiser + batch + step
@@ -317,8 +314,7 @@ def image_seconds(s: Sizes, card: Card, images: int, made: list[tuple[int, int]]
 def training_flops(cfg: Config, s: Sizes) -> int:
     """A sample's: a head's every weight takes two FLOP a position forward, two when that is made again in the backward
     pass, and four backward, but those that read z two. KL and total variation take both streams, and the readout of the
-    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen). The horizontal +1
-    head does all that at each unrolled step."""
+    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen)."""
     spec = head_spec(cfg, s)
     guided = spec.space == Space.latent.name and guides(dict(cfg.head.loss))
     by_head, total = head_parameters(spec), 0
@@ -326,8 +322,7 @@ def training_flops(cfg: Config, s: Sizes) -> int:
         rows, columns = source_rectangle(s.grid, direction, offset)
         z = 2 * s.width * (spec.context if direction is Direction.VERTICAL else 1)
         a_position = 8 * by_head[name(direction, offset)] - 2 * z * s.width + 10 * s.readout * guided
-        unrolled = cfg.head.unroll if (direction, offset) == (Direction.HORIZONTAL, 1) else 1
-        total += rows * columns * a_position * (1 + guided) * unrolled
+        total += rows * columns * a_position * (1 + guided)
     return total
 
 
@@ -518,10 +513,8 @@ def require_fit(cfg: Config, device: torch.device) -> None:
 
 
 def require_reach(cfg: Config, grid: Grid) -> None:
-    """Raises ValueError if there are heads, or steps of an unrolled one, without a neighbour to learn from."""
+    """Raises ValueError if there are heads without a neighbour to learn from."""
     head = cfg.head
-    if head.unroll >= grid.width:
-        raise ValueError(f"head.unroll is {head.unroll}; expected less than the grid's {grid.width} columns")
     if head.k_horizontal >= grid.width or head.k_vertical >= grid.height:
         raise ValueError(
             f"head.k_horizontal={head.k_horizontal}, head.k_vertical={head.k_vertical}; expected less than the width "

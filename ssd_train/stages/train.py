@@ -236,7 +236,6 @@ def make_heads(run: Run, data: HeadDataModule) -> Heads:
             hidden=cfg.hidden or 0,
             space=cfg.space.name,
             context=cfg.context,
-            recurrent=cfg.recurrent,
             state_scale=state_scale,
             embedding_scale=embedding_scale,
         )

@@ -21,7 +21,7 @@ from ssd_train.backbones.base import OutputLayers
 from ssd_train.distributions import Sampling, acceptance_rate, guide, guided_probabilities
 from ssd_train.draws import uniform
 from ssd_train.grid import Grid
-from ssd_train.heads.predictors import Direction, Heads, left_neighbours, name, pairs, widen
+from ssd_train.heads.predictors import Direction, Heads, name, pairs, widen
 from ssd_train.training import losses
 from ssd_train.training.datamodule import Batch
 
@@ -45,12 +45,6 @@ class Pairs(NamedTuple):
         """Of the h' rows this one."""
         at = slice(y, y + 1)
         return Pairs(self.states[:, :, at], self.tokens[:, at], self.target[:, :, at], self.target_tokens[:, at])
-
-    def onward(self, predicted: Tensor) -> "Pairs":
-        """One column further: from the states [S, B, h', w', d] that the horizontal +1 head predicted here."""
-        return Pairs(
-            predicted[..., :-1, :], self.target_tokens[..., :-1], self.target[..., 1:, :], self.target_tokens[..., 1:]
-        )
 
 
 class HeadModule(L.LightningModule):
@@ -110,19 +104,14 @@ class HeadModule(L.LightningModule):
         states = both if guided else _choose(both, stream)[None]
         terms: dict[str, list[Tensor]] = {}
         for direction, offset in self.heads.spec.offsets():
-            unroll = self._unroll(direction, offset)
             at = Pairs.of(states, batch["tokens"], self.grid, direction, offset)
-            share = [self.settings.unroll_decay**step for step in range(unroll)]
-            for step in range(unroll):
-                # Made again in the backward pass: ten heads' graphs at a time do not fit a GPU at d = 4096.
-                values, predicted = checkpoint(
-                    self.losses, at, stream, direction, offset, use_reentrant=False, preserve_rng_state=False
-                )
-                at = at.onward(predicted * self.heads.spec.state_scale)
-                for term, value in values.items():
-                    terms.setdefault(term, []).append(value * share[step] / sum(share))
-        heads = len(self.heads.predictors)
-        means = {term: torch.stack(values).sum() / heads for term, values in terms.items()}
+            # Made again in the backward pass: ten heads' graphs at a time do not fit a GPU at d = 4096.
+            values = checkpoint(
+                self.losses, at, stream, direction, offset, use_reentrant=False, preserve_rng_state=False
+            )
+            for term, value in values.items():
+                terms.setdefault(term, []).append(value)
+        means = {term: torch.stack(values).mean() for term, values in terms.items()}
         loss = sum(value * weights.get(term, 1.0) for term, value in means.items())
         if not torch.isfinite(loss):
             raise ValueError(
@@ -133,9 +122,9 @@ class HeadModule(L.LightningModule):
         self.log_dict({f"train/{term}": value for term, value in means.items()})
         return loss
 
-    def losses(self, at: Pairs, stream: Tensor, direction: Direction, offset: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The unweighted terms in use for one head, scalars by name, and its predictions over the state scale
-        [S, B, h', w', d]. ``stream`` [B] is each sample's for Smooth L1, where there are two.
+    def losses(self, at: Pairs, stream: Tensor, direction: Direction, offset: int) -> dict[str, Tensor]:
+        """The unweighted terms in use for one head, scalars by name. ``stream`` [B] is each sample's for Smooth L1,
+        where there are two.
 
         KL and total variation are between the guided distributions at the sampling temperature. The drafts' own top-k
         and top-p are left out: cut-off tokens would have no gradient.
@@ -144,7 +133,7 @@ class HeadModule(L.LightningModule):
         predicted = self.predict(at, direction, offset)
         if spec.space == "token":
             logits = self.heads.logits(direction, offset, predicted[0], self.output.readout)
-            return {"cross_entropy": losses.cross_entropy(logits, at.target_tokens)}, predicted
+            return {"cross_entropy": losses.cross_entropy(logits, at.target_tokens)}
         terms = {}
         if weights.smooth_l1:
             target = _choose(at.target, stream) / spec.state_scale
@@ -157,21 +146,16 @@ class HeadModule(L.LightningModule):
                 terms["kl"] = losses.kl(logits, p)
             if weights.total_variation:
                 terms["total_variation"] = losses.total_variation(logits, p)
-        return terms, predicted
+        return terms
 
     def predict(self, at: Pairs, direction: Direction, offset: int) -> Tensor:
-        """A head's predictions over the state scale [S, B, h', w', d]; a recurrent one is given the true tokens."""
+        """A head's predictions over the state scale [S, B, h', w', d]."""
         z = self.heads.inputs(at.states, self.output.embed(at.tokens).expand_as(at.states))
         if self.sharded and torch.is_grad_enabled():
             # By its inputs' gradients FSDP knows that a head is done, and parts with its weights and gradients; without
             # any it would keep those of all heads until the last one is.
             z = z + z.new_zeros(()).requires_grad_()
-        left = left_neighbours(self.output.embed(at.target_tokens)) if self.heads.recurrent(direction) else None
-        return self.heads(direction, offset, widen(z, self.heads.context(direction)), left)
-
-    def _unroll(self, direction: Direction, offset: int) -> int:
-        """How often a head goes on from its own prediction: the +1 to the right can, as in EAGLE (arXiv 2401.15077)."""
-        return self.settings.unroll if (direction, offset) == (Direction.HORIZONTAL, 1) else 1
+        return self.heads(direction, offset, widen(z, self.heads.context(direction)))
 
     def _stream(self, batch: Batch) -> Tensor:
         """Condition drop: 0 for a sample's conditional states, or with that probability 1 for its unconditional ones,
@@ -182,7 +166,7 @@ class HeadModule(L.LightningModule):
 
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Logs each head's figures, and the acceptance rate's mean over heads and unrolled steps."""
+        """Logs each head's figures, and the acceptance rate's mean over heads."""
         size, rates = len(batch["index"]), []
         for direction, offset in self.heads.spec.offsets():
             whole = Pairs.of(batch["hidden"].transpose(0, 1), batch["tokens"], self.grid, direction, offset)
@@ -196,30 +180,27 @@ class HeadModule(L.LightningModule):
         self.log("validation/acceptance", torch.stack(rates).mean(), batch_size=size, prog_bar=True, sync_dist=True)
 
     def _figures(self, whole: Pairs, direction: Direction, offset: int) -> dict[str, list[Tensor]]:
-        """One head's by row of the grid, and by unrolled step: Smooth L1 (in token space cross-entropy) on the
-        conditional stream, the acceptance rate sum_v min(p, q) on the guided distributions, and top-1 agreement. One
-        row at a time, for the memory's sake."""
+        """One head's by row of the grid: Smooth L1 (in token space cross-entropy) on the conditional stream, the
+        acceptance rate sum_v min(p, q) on the guided distributions, and top-1 agreement. One row at a time, for the
+        memory's sake."""
         scale = self.heads.spec.state_scale
         rows: dict[str, list[Tensor]] = {}
         for y in range(whole.tokens.shape[1]):
             at = whole.row(y)
-            for step in range(self._unroll(direction, offset)):
-                predicted = self.predict(at, direction, offset)
-                logits = self.heads.logits(direction, offset, predicted, self.output.readout)
-                p = guided_probabilities(self.output.readout(at.target), self.sampling)
-                q = guided_probabilities(logits, self.sampling)
-                figures = {
-                    "acceptance": acceptance_rate(p, q).mean(),
-                    "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
-                }
-                if self.heads.spec.space == "token":
-                    figures["cross_entropy"] = losses.cross_entropy(logits[0], at.target_tokens)
-                else:
-                    figures["smooth_l1"] = losses.smooth_l1(predicted[0], at.target[0] / scale)
-                key = f"unroll_{step + 1}" if step else name(direction, offset)
-                for figure, value in figures.items():
-                    rows.setdefault(f"{figure}/{key}", []).append(value)
-                at = at.onward(predicted * scale)
+            predicted = self.predict(at, direction, offset)
+            logits = self.heads.logits(direction, offset, predicted, self.output.readout)
+            p = guided_probabilities(self.output.readout(at.target), self.sampling)
+            q = guided_probabilities(logits, self.sampling)
+            figures = {
+                "acceptance": acceptance_rate(p, q).mean(),
+                "top1": (p.argmax(-1) == q.argmax(-1)).float().mean(),
+            }
+            if self.heads.spec.space == "token":
+                figures["cross_entropy"] = losses.cross_entropy(logits[0], at.target_tokens)
+            else:
+                figures["smooth_l1"] = losses.smooth_l1(predicted[0], at.target[0] / scale)
+            for figure, value in figures.items():
+                rows.setdefault(f"{figure}/{name(direction, offset)}", []).append(value)
         return rows
 
     # -- optimiser ----------------------------------------------------------------------------------------------

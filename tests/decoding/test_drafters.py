@@ -17,9 +17,8 @@ from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.decoding.schedules.jacobi import JacobiWindow
 from ssd_train.decoding.schedules.prefix import Prefix
 from ssd_train.decoding.schedules.rows import Rows
-from ssd_train.decoding.schedules.wave import Wave
 from ssd_train.distributions import Sampling, guided_probabilities
-from ssd_train.heads.predictors import Direction, Heads, HeadSpec, left_neighbours, pairs, widen
+from ssd_train.heads.predictors import Direction, Heads, HeadSpec
 
 SAMPLING = Sampling(guidance=2.0, top_k=4)
 
@@ -63,54 +62,6 @@ def alone_and_together(backbone, decoder, sampling=SAMPLING):
         assert torch.equal(alone.tokens[0], together.tokens[b])
         assert alone.trace.passes == together.trace.passes[b : b + 1]
     return together
-
-
-# -- recurrent heads ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows_per_block", [1, 2])
-@pytest.mark.parametrize("context", [1, 3])
-def test_a_row_is_drafted_from_what_training_shows(backbone, context, rows_per_block):
-    """Without repairs the row above is final: q of a row is what the head says of it at once, though the block's first
-    column was not drafted."""
-    heads = make_heads(backbone, recurrent=True, context=context)
-    drafter = Watched()
-    drafter.drafted = {}
-    schedule = Rows(rounds=0, rows_per_block=rows_per_block, chunk=1)
-    decoder = Decoder(schedule, drafter, Strict()).bind(backbone, heads)
-    decoded = decoder(backbone, micro.prompts(2), [3, 4], SAMPLING)
-    hidden, tokens, compared = decoded.hidden.unflatten(2, (4, 6)), decoded.tokens, 0
-    for offset in range(1, rows_per_block + 1):
-        z = widen(heads.inputs(hidden, backbone.embed(tokens).expand_as(hidden)), context)
-        source, _ = pairs(z, backbone.grid, Direction.VERTICAL, offset)
-        _, target_tokens = pairs(drafter.rows[..., None], backbone.grid, Direction.VERTICAL, offset)
-        left = left_neighbours(backbone.embed(target_tokens[..., 0]))
-        predicted = heads(Direction.VERTICAL, offset, source, left)
-        q = guided_probabilities(heads.logits(Direction.VERTICAL, offset, predicted, backbone.readout), SAMPLING)
-        for y in range(offset, 4, rows_per_block):
-            for x in range(offset == 1, 6):
-                for b in range(2):
-                    assert torch.allclose(drafter.drafted.pop((b, y * 6 + x)), q[b, y - offset, x], atol=1e-12)
-                    compared += 1
-    assert compared == 2 * {1: 15, 2: 5 + 6 + 5}[rows_per_block]
-    assert all(position < 6 for _, position in drafter.drafted)
-
-
-def test_a_sample_does_not_feel_its_neighbours_recurrence(backbone):
-    """Samples that leave rows at different times, and rows that start in their first column."""
-    heads = make_heads(backbone, recurrent=True)
-    settled = Rows(rounds=None, first_row_rounds=None, until_settled=True, chunk=3)
-    for schedule in settled, Wave(rounds=2, stagger=1, threshold=0.5, chunk=3):
-        alone_and_together(backbone, Decoder(schedule, HeadDrafter(chain=True), Strict()).bind(backbone, heads))
-
-
-def test_drafts_that_come_one_a_pass_still_know_their_row(backbone):
-    """In a Jacobi window: the cell runs over what stands to the left, which the last draft does not say."""
-    heads = make_heads(backbone, recurrent=True)
-    decoder = Decoder(JacobiWindow(length=4, source="above"), HeadDrafter(chain=True), Strict()).bind(backbone, heads)
-    decoded = alone_and_together(backbone, decoder)
-    vertical = decoded.trace.offset[decoded.trace.drafted, 0] == 1
-    assert vertical.sum() > 5 * 18
 
 
 # -- the chain ----------------------------------------------------------------------------------------------------

@@ -73,11 +73,6 @@ class WideHeads(HeadDrafter):
         return super().bind(backbone, bad_heads(backbone, context=3))
 
 
-class RecurrentHeads(HeadDrafter):
-    def bind(self, backbone, heads):
-        return super().bind(backbone, bad_heads(backbone, context=3, recurrent=True))
-
-
 def bad_model(name, device):
     """Another random backbone, smaller."""
     return micro.janus(GRID, vocabulary=VOCABULARY, width=8, layers=1, dtype=torch.float32, scale=20.0, seed=2)
@@ -124,9 +119,6 @@ EXACT = {
     "mtp": lambda: Decoder(Prefix(length=2, within_row=True), HeadDrafter(), Strict()),
     "mtp, chunks repaired to the end": lambda: Decoder(Chunks(length=2, rounds=2), HeadDrafter(), Strict()),
     "eagle": lambda: Decoder(Prefix(length=2, source="left", within_row=True), HeadDrafter(chain=True), Strict()),
-    "ssd, recurrent heads": lambda: Decoder(
-        Rows(rounds=2, chunk=2, first_row_rounds=2), RecurrentHeads(chain=True), Strict()
-    ),
     "speculative, draft model": lambda: Decoder(Prefix(length=3, source="left"), DraftModel(bad_model), Strict()),
     "speculative, self-draft": lambda: Decoder(Prefix(length=3, source="left"), EarlyExit(1), Strict()),
     "sjd": lambda: Decoder(JacobiWindow(length=4), Random(), Strict()),
@@ -215,7 +207,6 @@ def test_greedy_exact_decoders_give_the_image_of_greedy_ar(make, greedy):
 PHRASES = [[0, 1], [1, 1], [2, 0]]
 LOSSY = {
     "ssd, r = 0": lambda: Decoder(Rows(rounds=0), HeadDrafter(), Strict()),
-    "ssd, recurrent heads, r = 0": lambda: Decoder(Rows(rounds=0, chunk=2), RecurrentHeads(chain=True), Strict()),
     "ssd, r = 1": lambda: Decoder(Rows(rounds=1), HeadDrafter(), Strict()),
     "ssd, first row one round short": lambda: Decoder(
         Rows(rounds=2, first_row_rounds=1, chunk=2), HeadDrafter(), Strict()

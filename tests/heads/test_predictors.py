@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import (
@@ -10,8 +9,6 @@ from ssd_train.heads.predictors import (
     Heads,
     HeadSpec,
     Predictor,
-    RowPredictor,
-    left_neighbours,
     name,
     pairs,
     source_rectangle,
@@ -105,95 +102,6 @@ def test_token_space_heads_have_a_vocabulary_projection_of_their_own():
     assert sum(p.numel() for p in heads.parameters()) == 2 * (8 * 4 * 4 + 4 + 4 * 7)
 
 
-# -- recurrent heads ----------------------------------------------------------------------------------------------
-
-
-def recurrent_heads(width=4, context=3, **settings):
-    spec = HeadSpec(width, 7, 1, 2, context=context, recurrent=True, state_scale=3.0, embedding_scale=0.5, **settings)
-    return randomised(Heads(spec).double())
-
-
-def test_a_row_predictor_is_a_predictor_and_a_gated_recurrent_unit():
-    """f(z) + W4 s, s = GRU([RMSNorm(W0 z) ; e(left)], s), the cell written out (Cho et al., arXiv 1406.1078)."""
-    d, columns = 4, 5
-    f = randomised(RowPredictor(d, 6, context=3).double())
-    z, left = torch.randn(columns, 6 * d, dtype=torch.float64), torch.randn(columns, d, dtype=torch.float64)
-    plain = Predictor(d, 6, context=3).double()
-    plain.load_state_dict({k: v for k, v in f.state_dict().items() if k.split(".")[0] not in ("cell", "w4")})
-    (ir, iu, ic), (hr, hu, hc) = (getattr(f.cell, f"weight_{kind}_l0").chunk(3) for kind in ("ih", "hh"))
-    s, expected = torch.zeros(d // 2, dtype=torch.float64), []
-    for x in range(columns):
-        seen = torch.cat([f.norm(f.w0(z[x])), left[x]])
-        reset, update = torch.sigmoid(ir @ seen + hr @ s), torch.sigmoid(iu @ seen + hu @ s)
-        s = (1 - update) * torch.tanh(ic @ seen + reset * (hc @ s)) + update * s
-        expected.append(plain(z[x]) + f.w4.weight @ s)
-    predicted, memory = f(z[None], left[None])
-    assert torch.allclose(predicted[0], torch.stack(expected), atol=1e-12)
-    assert torch.allclose(memory[0], s, atol=1e-12)
-    first, middle = f(z[None, :2], left[None, :2])
-    second, _ = f(z[None, 2:], left[None, 2:], middle)
-    assert torch.allclose(torch.cat([first, second], 1), predicted, atol=1e-12)
-
-
-def test_a_row_predictor_has_4_25_d_squared_parameters_more():
-    d, m = 8, 16
-    row, plain = (sum(p.numel() for p in kind(d, m).parameters()) for kind in (RowPredictor, Predictor))
-    assert row - plain == 4.25 * d * d
-
-
-def test_only_vertical_heads_recur_and_they_start_as_the_identity():
-    heads = Heads(HeadSpec(width=4, vocabulary=7, k_horizontal=1, k_vertical=2, context=3, recurrent=True))
-    assert {key: type(f) for key, f in heads.predictors.items()} == {
-        "horizontal_1": Predictor, "vertical_1": RowPredictor, "vertical_2": RowPredictor
-    }  # fmt: skip
-    z, left = torch.randn(2, 3, 5, 8), torch.randn(3, 5, 4)
-    assert torch.allclose(heads(V, 2, widen(z, 3), left), z[..., :4])
-    assert torch.allclose(heads(H, 1, z), z[..., :4])
-
-
-def test_rows_at_once_are_rows_column_by_column():
-    """Training's way and drafting's; whole rows with any leading dimensions, one row's ``left`` for both streams."""
-    heads = recurrent_heads()
-    z, embedded = torch.randn(2, 3, 5, 8).double(), torch.randn(3, 5, 4).double()
-    left = left_neighbours(embedded)
-    assert torch.equal(left[:, 1:], embedded[:, :-1])
-    assert not left[:, 0].any()
-    whole = heads(V, 2, widen(z, 3), left)
-    memory = torch.zeros(6, 2).double()
-    for x in range(5):
-        column, memory = heads.step(2, widen(z, 3)[:, :, x].flatten(0, 1), left[:, x].repeat(2, 1), memory)
-        assert torch.allclose(column.view(2, 3, 4), whole[:, :, x], atol=1e-12)
-
-
-def test_a_recurrent_head_sees_what_is_to_its_left_and_nothing_to_its_right():
-    """Its own context above apart: here 1."""
-    heads = recurrent_heads(context=1)
-    z, left = torch.randn(1, 5, 8).double(), torch.randn(1, 5, 4).double().requires_grad_()
-    heads(V, 1, z, left)[0, 2].sum().backward()
-    assert left.grad[0].abs().sum(-1).gt(0).tolist() == [True, True, True, False, False]
-
-
-def test_a_recurrent_head_learns_what_no_window_above_tells():
-    """States that depend on the token two to the left, on data never seen in training: next to no error, where a plain
-    head, which has only z, cannot do better than their mean."""
-    table = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
-    errors = {}
-    for recurrent in False, True:
-        heads = randomised(Heads(HeadSpec(16, 5, 0, 1, recurrent=recurrent)))
-        optimiser = torch.optim.Adam(heads.parameters(), lr=1e-2)
-        for _ in range(400):
-            z, tokens = torch.randn(32, 6, 32), torch.randint(5, (32, 6))
-            left = left_neighbours(table[tokens])
-            loss = F.mse_loss(heads(V, 1, z, left), left_neighbours(left))
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-        errors[recurrent] = loss.item()
-    variance = (table - table.mean(0)).square().mean() * 4 / 6  # the first two columns have nothing to guess
-    assert errors[False] > 0.9 * variance
-    assert errors[True] < 0.2 * errors[False]
-
-
 def test_a_head_that_is_not_there_is_named_with_the_mend():
     heads = Heads(HeadSpec(width=4, vocabulary=7, k_horizontal=1, k_vertical=2))
     message = r"no horizontal head for offset 2; there are \[.horizontal_1., .*: set head.k_horizontal=2 and train"
@@ -207,7 +115,6 @@ def test_a_head_that_is_not_there_is_named_with_the_mend():
         ({"k_horizontal": 0, "k_vertical": 0}, "k_horizontal=0, k_vertical=0: expected >= 0 and at least one head"),
         ({"k_vertical": -1}, "k_vertical=-1"),
         ({"context": 2}, "context is 2; expected an odd number, 1 or more"),
-        ({"recurrent": True, "k_vertical": 0}, "recurrent heads are vertical ones, but k_vertical is 0"),
         ({"space": "pixel"}, "space is 'pixel'; expected 'latent' or 'token'"),
         ({"state_scale": 0.0}, "scales must be positive, got 0.0"),
     ],

@@ -135,7 +135,7 @@ def test_passes_are_those_that_decoding_makes(parts, model, prompt_length, monke
 
 def test_hours_of_training_are_those_of_its_products(monkeypatch):
     """Counted by PyTorch in one step on one sample, which validation's share of the samples does not train on."""
-    cfg = composed("+experiment=smoke_janus", "train.epochs=2", "head.loss.kl=0.1", "head.unroll=2")
+    cfg = composed("+experiment=smoke_janus", "train.epochs=2", "head.loss.kl=0.1")
     module, batch = training(cfg, sketch(cfg.model, "cpu"), 1, monkeypatch)
     with FlopCounterMode(display=False) as counter:
         module.training_step(batch, 0).backward()
@@ -269,9 +269,6 @@ def test_heads_beyond_the_grid_are_refused_before_loading():
     with pytest.raises(ValueError, match=r"head.k_vertical=24"):
         stages.STAGES["plan"].run(run)
     plan.require_reach(composed("+model=janus_pro_7b", "head.k_vertical=23"), Grid(24, 24))
-    run = Run(composed("+model=janus_pro_7b", "head=eagle", "head.unroll=24", "stages=[cache,train]"))
-    with pytest.raises(ValueError, match=r"head.unroll is 24; expected less than the grid's 24 columns"):
-        run.backbone  # noqa: B018
 
 
 @pytest.mark.parametrize("setting, message", [
@@ -425,8 +422,6 @@ LOSSES = {
 @pytest.mark.parametrize("settings, loss", [
     *((settings, loss) for settings in ([], ["head.context=3"]) for loss in LOSSES.values()),
     *((["head.space=token", f"head.context={context}"], {}) for context in (1, 3)),
-    (["head=eagle"], {}),
-    *((["head.recurrent=true", f"head.context={context}"], LOSSES["with KL"]) for context in (1, 3)),
 ])  # fmt: skip
 def test_training_takes_what_is_said(settings, loss, precision, monkeypatch):
     cfg = composed(
@@ -443,7 +438,7 @@ def test_training_takes_what_is_said(settings, loss, precision, monkeypatch):
             loss = module.training_step(batch, 0)
         loss.backward()
     gradients = 4 * sum(p.numel() for p in module.heads.parameters())
-    estimate = plan.activations(s, module.heads.spec, 4, dict(cfg.head.loss), precision, cfg.head.unroll) + gradients
+    estimate = plan.activations(s, module.heads.spec, 4, dict(cfg.head.loss), precision) + gradients
     close(estimate, peak.bytes)
 
 

@@ -21,7 +21,7 @@ from ssd_train.cache.shards import CacheError
 from ssd_train.config import HeadConfig
 from ssd_train.distributions import guided_probabilities
 from ssd_train.heads.export import load_heads
-from ssd_train.heads.predictors import Direction, Heads, HeadSpec, left_neighbours, name, widen
+from ssd_train.heads.predictors import Direction, Heads, HeadSpec, name
 from ssd_train.processes.files import read_json
 from ssd_train.prompts import Split
 from ssd_train.stages import cache, decode, export
@@ -120,7 +120,7 @@ def make_module(run, samples=8, **settings):
     data = stage.HeadDataModule(run.cache_dir, 60, samples, 0, 0, 0, 4)
     spec = HeadSpec(
         run.backbone.width, run.backbone.vocabulary, config.k_horizontal, config.k_vertical, space=config.space.name,
-        context=config.context, recurrent=config.recurrent, state_scale=3.7, embedding_scale=0.5,
+        context=config.context, state_scale=3.7, embedding_scale=0.5,
     )  # fmt: skip
     torch.manual_seed(1)
     heads = Heads(spec)
@@ -138,12 +138,7 @@ LOSSES = {
     "everything": {"loss": {"smooth_l1": 1.0, "kl": 0.1, "total_variation": 0.5}},
     "token": {"space": "token"},
     "wide": {"context": 3},
-    "unrolled": {"unroll": 3},
-    "recurrent": {"recurrent": True},
-    "recurrent token": {"recurrent": True, "space": "token"},
-    "all at once": {
-        "unroll": 3, "recurrent": True, "context": 5, "loss": {"smooth_l1": 1.0, "kl": 0.1, "total_variation": 0.5}
-    },
+    "all at once": {"context": 5, "loss": {"smooth_l1": 1.0, "kl": 0.1, "total_variation": 0.5}},
 }  # fmt: skip
 
 
@@ -236,60 +231,6 @@ def test_a_dropped_condition_is_the_unconditional_stream(make_run, cached, monke
     assert module.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-@pytest.mark.parametrize("guided", [False, True])
-def test_an_unrolled_head_goes_on_from_its_own_predictions(make_run, cached, guided):
-    """Position by position: three steps to the right from every column that has so many neighbours; the true tokens,
-    the predicted states; each step's own mean, with half the weight of the one before."""
-    loss = {"smooth_l1": 0.0, "kl": 1.0} if guided else {"smooth_l1": 1.0}
-    module, batch = make_module(
-        make_run(cached), k_horizontal=1, k_vertical=0, unroll=3, unroll_decay=0.5, condition_drop=0.0, loss=loss
-    )  # fmt: skip
-    heads, output, scale = module.heads, module.output, 3.7
-    sums, counts = [0.0] * 3, [0] * 3
-    for y in range(4):
-        for x in range(4):
-            state = batch["hidden"][:, :, y, x]
-            for step in range(min(3, 3 - x)):
-                token = output.embed(batch["tokens"][:, None, y, x + step].expand(-1, 2))
-                guess = heads(Direction.HORIZONTAL, 1, heads.inputs(state, token))
-                state, target = guess * scale, batch["hidden"][:, :, y, x + step + 1]
-                if guided:
-                    logits = [output.readout(h).unbind(1) for h in (target, state)]
-                    p, q = ((u + 2.0 * (c - u)).softmax(-1) for c, u in logits)
-                    sums[step] += (p * (p / q).log()).sum(-1).mean().item()
-                else:
-                    term = torch.nn.functional.smooth_l1_loss(guess[:, 0], target[:, 0] / scale)
-                    sums[step] += term.item()
-                counts[step] += 1
-    expected = sum(w * total / count for w, total, count in zip([4, 2, 1], sums, counts, strict=True)) / 7
-    assert counts == [12, 8, 4]
-    assert module.training_step(batch, 0).item() == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_a_recurrent_head_is_taught_with_the_true_tokens_to_its_left(make_run, cached):
-    """Row by row and column by column, as it drafts, from its wide window above."""
-    module, batch = make_module(
-        make_run(cached), k_horizontal=0, k_vertical=2, recurrent=True, context=3, condition_drop=0.0
-    )  # fmt: skip
-    heads, output = module.heads, module.output
-    terms = []
-    for offset in 1, 2:
-        squares = []
-        for y in range(4 - offset):
-            z = heads.inputs(batch["hidden"][:, 0, y], output.embed(batch["tokens"][:, y]))
-            z, memory = widen(z, 3), torch.zeros(8, 8)
-            left = left_neighbours(output.embed(batch["tokens"][:, y + offset]))
-            for x in range(4):
-                guess, memory = heads.step(offset, z[:, x], left[:, x], memory)
-                target = batch["hidden"][:, 0, y + offset, x] / 3.7
-                squares.append(torch.nn.functional.smooth_l1_loss(guess, target))
-        terms.append(torch.stack(squares).mean())
-    expected = torch.stack(terms).mean().item()
-    assert module.training_step(batch, 0).item() == pytest.approx(expected, rel=1e-4)
-
-
 # -- one head's graph at a time -----------------------------------------------------------------------------------
 
 
@@ -318,10 +259,9 @@ def test_gradients_are_those_of_all_heads_at_once(make_run, cached, monkeypatch,
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-@pytest.mark.parametrize("several", [{}, {"loss": {"kl": 0.1}}, {"k_horizontal": 1, "k_vertical": 0, "unroll": 3}],
-                         ids=["smooth L1", "KL", "unrolled"])  # fmt: skip
+@pytest.mark.parametrize("several", [{}, {"loss": {"kl": 0.1}}], ids=["smooth L1", "KL"])  # fmt: skip
 def test_memory_is_that_of_one_head(make_run, cached, monkeypatch, several):
-    """Beyond the gradients, four heads, or three unrolled steps, take hardly more than one."""
+    """Beyond the gradients, four heads take hardly more than one."""
     run = make_run(cached)
 
     def peak(**settings):
@@ -331,7 +271,7 @@ def test_memory_is_that_of_one_head(make_run, cached, monkeypatch, several):
             loss.backward()
         return memory.bytes - 4 * sum(p.numel() for p in module.parameters())
 
-    one = peak(**(several | {"k_horizontal": 1, "k_vertical": 0, "unroll": 1}))
+    one = peak(**(several | {"k_horizontal": 1, "k_vertical": 0}))
     assert peak(**several) < 1.25 * one
     monkeypatch.setattr("ssd_train.training.module.checkpoint", at_once)
     assert peak(**several) > 1.5 * one
@@ -401,54 +341,14 @@ def test_validation_acceptance_is_what_a_loop_over_the_grid_finds(trainable, hea
     assert {key for key in validation if loss in key} == {f"validation/{loss}/{key}" for key in heads.predictors}
 
 
-def test_validation_follows_an_unrolled_head_step_by_step(trainable):
-    """The exported head, from every column by itself: acceptance at each step, and the mean over steps."""
-    run = trainable("head.k_horizontal=1", "head.k_vertical=0", "head.unroll=3", "head.lr=3e-3")
-    stage.run(run)
-    export.run(run)
-    heads, output = load_heads(run.heads_dir, run.backbone), run.backbone.output.float()
-    validation = read_json(run.output / "training.json")["validation"]
-    data = stage.HeadDataModule(run.cache_dir, 60, 4, 0, 0, 0, 64)
-    rates = [[], [], []]
-    for sample in data.shards.read(Split.VALIDATION):
-        hidden = sample.hidden.view(2, 4, 4, -1)
-        for y in range(4):
-            for x in range(4):
-                state = hidden[:, y, x]
-                for step in range(3 - x):
-                    token = output.embed(sample.tokens[y, x + step].long()).expand(2, -1)
-                    predicted = heads(Direction.HORIZONTAL, 1, heads.inputs(state, token))
-                    state = predicted * heads.spec.state_scale
-                    logits = [output.readout(h) for h in (hidden[:, y, x + step + 1], state)]
-                    p, q = ((u + 2 * (c - u)).softmax(-1) for c, u in logits)
-                    rates[step].append(torch.minimum(p, q).sum())
-    means = [torch.stack(rate).mean().item() for rate in rates]
-    for key, mean in zip(["horizontal_1", "unroll_2", "unroll_3"], means, strict=True):
-        assert validation[f"validation/acceptance/{key}"] == pytest.approx(mean, rel=1e-4)
-    assert validation["validation/acceptance"] == pytest.approx(sum(means) / 3, rel=1e-4)
-    assert {"validation/top1/unroll_2", "validation/smooth_l1/unroll_3"} <= validation.keys()
-    assert "validation/acceptance/unroll_1" not in validation
-    card = (run.heads_dir / "README.md").read_text()
-    assert f"| horizontal +1, step 3 on its own predictions | {means[2]:.3f} |" in card
-
-
-@pytest.mark.parametrize("k_vertical, decoder", [(0, "eagle"), (0, "lantern"), (1, "ssd_recurrent")])
-def test_chains_and_recurrent_heads_go_from_training_to_a_report(trainable, k_vertical, decoder):
-    run = trainable(
-        f"head={'recurrent' if k_vertical else 'eagle'}", "head.k_horizontal=1", f"head.k_vertical={k_vertical}",
-        "head.unroll=3", f"decoder=[ar,{decoder}]", "decode.prompts=2",
-    )  # fmt: skip
+@pytest.mark.parametrize("decoder", ["eagle", "lantern"])
+def test_chains_go_from_training_to_a_report(trainable, decoder):
+    run = trainable("head.k_horizontal=1", "head.k_vertical=0", f"decoder=[ar,{decoder}]", "decode.prompts=2")
     for step in stage, export, decode:
         step.check(run)
         step.run(run)
     report = json.loads((run.output / "decode/report.json").read_text())
     assert report["decoders"][decoder]["passes"] < report["decoders"]["ar"]["passes"]
-
-
-@pytest.mark.parametrize("step", [cache.run, stage.run], ids=["cache", "train"])
-def test_an_unrolling_beyond_the_row_is_refused(trainable, step):
-    with pytest.raises(ValueError, match=r"head.unroll is 4; expected less than the grid's 4 columns"):
-        step(trainable("head=eagle", "head.unroll=4"))
 
 
 @pytest.mark.parametrize("value", [0, -1, "abc", 1.5])
@@ -460,12 +360,10 @@ def test_an_accumulation_of_no_number_of_batches_is_refused(trainable, value):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["head.unroll=0"], "head.unroll is 0; expected at least 1"),
-        (["head.unroll_decay=0"], "head.unroll_decay is 0.0; expected more than 0, and 1 at most"),
-        (["head.unroll=2", "head.k_horizontal=0"], "no horizontal .1 head to unroll; set head.k_horizontal=1"),
-        (["head.unroll=2", "head.space=token"], "head.unroll is 2, .* head.space=token predicts none; use head.space="),
-        (["head.recurrent=true", "head.k_vertical=0"], "head.recurrent=True, .*: these are for vertical heads, and"),
-        (["head.context=3", "head.k_vertical=0"], "head.context=3: these are for vertical heads, .* or head.k_vertica"),
+        (
+            ["head.context=3", "head.k_vertical=0"],
+            "head.context=3 is for vertical heads, .* head.context=1 or head.k_vertical=1",
+        ),
         (["head.space=token", "head.loss.kl=0.1"], "head.loss.kl=0.1, .* with head.space=token, whose only loss is"),
         (["head.space=token", "head.loss.total_variation=1"], "total_variation=1.0 with head.space=token"),
     ],
@@ -582,9 +480,9 @@ def test_the_averaged_weights_are_validated_and_exported(trainable, monkeypatch)
         ["head.ema=0.9"],
         ["+train.trainer.accumulate_grad_batches=2", "train.epochs=4"],
         ["train.precision=bf16-mixed", "train.validate_every=5"],
-        ["head=recurrent", "head.unroll=3", "head.loss.kl=0.1"],
+        ["head.context=3", "head.loss.kl=0.1"],
     ],
-    ids=["plain", "workers", "ema", "accumulate", "bf16", "recurrent"],
+    ids=["plain", "workers", "ema", "accumulate", "bf16", "guided"],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(trainable, monkeypatch, steps, overrides):
     """Dies at step 17, when the last checkpoint is of step 10. Exactly the same batches, losses, learning rates, final

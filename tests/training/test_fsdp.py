@@ -25,7 +25,7 @@ from ssd_train.stages import train as stage
 VARIANTS = {  # every kind of head and loss
     "latent": ["head.ema=0.9"],
     "token": ["head=token"],
-    "guided": ["head=recurrent", "head.unroll=3", "head.loss.kl=0.1"],
+    "guided": ["head.context=3", "head.loss.kl=0.1"],
 }
 CLIP = 0.01  # of the gradients' norm, which is always more
 SETTINGS = ["train.epochs=1", "head.lr=1e-3", f"train.gradient_clip={CLIP}"]

@@ -1,10 +1,7 @@
-"""Drafts from trained heads: SSD's (arXiv 2606.20543), EAGLE's chain of one of them (arXiv 2401.15077), and rows that
-recurrent ones draft from left to right."""
+"""Drafts from trained heads: SSD's (arXiv 2606.20543), and EAGLE's chain of one of them (arXiv 2401.15077)."""
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,17 +21,12 @@ class HeadDrafter(Drafter):
     the old neighbour, and by how much the horizontal +1 head's prediction changes with the new one. The backbone with
     its parallel passes and a cheap model that corrects between them is the parareal scheme (Lions, Maday & Turinici,
     2001), on tokens.
-
-    Recurrent heads go along the row, each draft from the memory of those before it. That is kept for the last draft of
-    a sample; for one that is not to its right, the head runs over the row up to there first.
     """
 
     def __init__(self, chain: bool = False, revise: bool = False):
         self.chain = self.sequential = chain
         self.revise = self._revised if revise else None
         self.heads: Heads | None = None
-        # By decoding: the memory after a sample's last draft, [S, B, d/2], and that draft's position, [B].
-        self._memories: WeakKeyDictionary = WeakKeyDictionary()
 
     def bind(self, backbone, heads: Heads | None) -> "HeadDrafter":
         if heads is None:
@@ -52,7 +44,6 @@ class HeadDrafter(Drafter):
                 f"k_horizontal={heads.spec.k_horizontal}: expected latent space and at least 1"
             )
         self.heads = heads.to(device=backbone.device, dtype=backbone.dtype)
-        self.sequential = self.chain or heads.spec.recurrent
         return self
 
     def require(self, source, position, grid) -> None:
@@ -98,36 +89,12 @@ class HeadDrafter(Drafter):
         direction, distance = self._head(*offset)
         chained = self.chain and direction is Direction.HORIZONTAL
         position = items.position[chosen] - 1 if chained else source.position[chosen]
-        if self.heads.recurrent(direction):
-            predicted = self._along_row(state, items.host_sample[chosen], items.host_position[chosen], distance)
-        else:
-            z = self._inputs(state, source.sample[chosen], position, self.heads.context(direction))
-            predicted = self.heads(direction, distance, z)
+        z = self._inputs(state, source.sample[chosen], position, self.heads.context(direction))
+        predicted = self.heads(direction, distance, z)
         if chained:
             at = items.sample[chosen], items.position[chosen]
             state.hidden[:, *at] = predicted * self.heads.spec.state_scale
         return self.heads.logits(direction, distance, predicted, state.backbone.readout)
-
-    def _along_row(self, state, sample: np.ndarray, position: np.ndarray, rows: int) -> Tensor:
-        """Predictions [S, n, d] of the recurrent head for drafts at these positions [n], one a sample at most."""
-        width = state.grid.width
-        if state not in self._memories:
-            memory = state.hidden.new_zeros(state.streams, state.batch, state.backbone.width // 2)
-            self._memories[state] = memory, np.full(state.batch, -1)
-        memory, last = self._memories[state]
-        behind = np.where(last[sample] == position - 1, 0, position % width)
-        for lag in range(behind.max(), -1, -1):
-            host = np.stack([sample, position - lag])[:, behind >= lag]
-            b, p = torch.from_numpy(host).to(state.device)
-            first = (p % width == 0)[:, None]
-            left = state.backbone.embed(state.tokens[b, p - 1].masked_fill(first[:, 0], 0)).masked_fill(first, 0)
-            z = self._inputs(state, b, p - rows * width, self.heads.spec.context)
-            predicted, after = self.heads.step(
-                rows, z.flatten(0, 1), left.repeat(state.streams, 1), memory[:, b].masked_fill(first, 0).flatten(0, 1)
-            )
-            memory[:, b] = after.view(state.streams, len(b), -1)
-        last[sample] = position
-        return predicted.view(state.streams, len(sample), -1)
 
     def _inputs(self, state, sample: Tensor, position: Tensor, context: int) -> Tensor:
         """z [S, n, 2dc] of sources [n] and their neighbours in the row; zeros beyond the row's ends and for neighbours
