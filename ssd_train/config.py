@@ -269,8 +269,8 @@ def check(cfg: Config) -> None:
         )
     if cfg.head.context > 1 and not cfg.head.k_vertical:
         raise ValueError(
-            f"head.context={cfg.head.context} is for vertical heads, and head.k_vertical is 0; expected head.context=1 or "
-            "head.k_vertical=1"
+            f"head.context={cfg.head.context} is for vertical heads, and head.k_vertical is 0; expected "
+            "head.context=1 or head.k_vertical=1"
         )
     if not 0 <= cfg.head.condition_drop <= 1:
         raise ValueError(f"head.condition_drop is {cfg.head.condition_drop}; expected a share between 0 and 1")
