@@ -84,6 +84,19 @@ def race(p: Tensor, u: Tensor) -> Tensor:
     return (p / -u.log()).argmax(-1)
 
 
+def sound(q: Tensor) -> Tensor:
+    """[N, V] -> [N] bool: which are distributions. NaN is none."""
+    return (q.sum(-1) - 1).abs() < 1e-3
+
+
+def ratio(p: Tensor, q: Tensor, draft: Tensor) -> Tensor:
+    """p/q of the drafts: [N, V], [N, V], [N] -> [N]. A draft that was drawn from q has q > 0; q is 0 where a lossy rule
+    let a token stand that the p of that judgement excluded: it goes on standing, 1."""
+    at = draft[:, None]
+    p, q = p.gather(1, at).squeeze(1), q.gather(1, at).squeeze(1)
+    return torch.where(q > 0, p / q, 1)
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm(max(0, p - q)), [*N, V]; p itself where p <= q everywhere (a rejection then has probability 0)."""
     excess = (p - q).clamp_min_(0)
@@ -108,9 +121,7 @@ def accept_and_redraw(draft: Tensor, accept: Tensor, weight: Tensor, u_accept: T
 
     draft [N] int64; accept [N], the rule's acceptance probability; weight [N, V], the rule's (unnormalised)
     re-draw distribution; u_accept, u_redraw [N] in (0, 1). With the strict rule the marginal of the result is
-    exactly p when draft ~ q (Leviathan et al., arXiv 2211.17192, theorem 1).
-
-    A NaN accepts: 0/0 is a draft that a lossy rule let pass before, and p says nothing new of it.
+    exactly p when draft ~ q (Leviathan et al., arXiv 2211.17192, theorem 1). NaN never accepts.
     """
-    accepted = ~(u_accept >= accept)
+    accepted = u_accept < accept
     return Verdict(torch.where(accepted, draft, sample(weight, u_redraw)), accepted)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from ssd_train.distributions import (
     guide,
     guided_probabilities,
     probabilities,
+    ratio,
     residual,
     sample,
+    sound,
 )  # fmt: skip
 from ssd_train.draws import uniform
 
@@ -111,3 +115,21 @@ def test_bad_settings_name_the_value(bad):
     ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=rf"sampling\.{name} is {value}; expected"):
         Sampling(**bad)
+
+
+def test_what_is_no_distribution_is_not_sound():
+    q = torch.tensor([[0.5, 0.5], [math.nan, 1.0], [math.inf, 0.0], [0.0, 0.0]])
+    assert sound(q).tolist() == [True, False, False, False]
+
+
+def test_nan_never_accepts():
+    accept = torch.tensor([math.nan, 1.0, 0.0])
+    half, other = torch.full((3,), 0.5), torch.tensor([[0.0, 1.0]] * 3)
+    verdict = accept_and_redraw(torch.tensor([0, 0, 0]), accept, other, half, half)
+    assert verdict.accepted.tolist() == [False, True, False]
+    assert verdict.token.tolist() == [1, 0, 1]
+
+
+def test_a_draft_that_q_excludes_stands():
+    p, q = torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.2, 0.8]]), torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.4, 0.6]])
+    assert ratio(p, q, torch.tensor([0, 0, 0])).tolist() == [1.0, 1.0, 0.5]

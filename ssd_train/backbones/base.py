@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ssd_train.backbones.attention import shared_keys
 from ssd_train.backbones.kv_cache import KVCache, Slots
+from ssd_train.finite import require_finite
 from ssd_train.grid import Grid
 
 
@@ -99,6 +100,7 @@ class Backbone(nn.Module, ABC):
         self.model = model.eval().requires_grad_(False)
         self.decoder = decoder
         self.output = OutputLayers(embedding, end_of_line_embedding, decoder.norm, head)
+        require_finite(model.state_dict(), f"the weights of {name} are damaged; get its checkpoint again")
         self.fingerprint = fingerprint(model)
         self._attention = decoder.config._attn_implementation
         self._take_apart()

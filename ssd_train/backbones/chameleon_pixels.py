@@ -13,6 +13,7 @@ from transformers import ChameleonVQVAE, ChameleonVQVAEConfig, JanusVQVAEConfig
 from transformers.models.janus.modeling_janus import JanusVQVAEDecoder
 
 from ssd_train.backbones.checkpoints import fill
+from ssd_train.finite import require_finite
 
 MISSING = (
     "this model's pixels need Meta's VQGAN, which its checkpoint does not contain. It is published with "
@@ -54,6 +55,7 @@ class ChameleonPixels(nn.Module):
                 key = f"decoder.up.{levels - 1 - int(level)}.{rest}"
             renamed[key if key.startswith("decoder.") else f"vq.{key}"] = tensor.float()
         fill(pixels, renamed, path)
+        require_finite(renamed, f"{path} is damaged; get it again")
         return pixels.eval().requires_grad_(False)
 
     def decode(self, codes: Tensor) -> Tensor:

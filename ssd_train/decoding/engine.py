@@ -146,7 +146,7 @@ class Decoder:
         source = state.items([[source for _, source in sample] for sample in drafts])
         pairs = zip(source.host_position.tolist(), items.host_position.tolist(), strict=True)
         offset = [state.grid.offset(*pair) for pair in pairs]
-        q = self.drafter.propose(state, items, source, offset)
+        q = state.usable(self.drafter.propose(state, items, source, offset))
         token = race(q, state.noise(items)) if self.common_noise else sample(q, state.draw(items)[:, Purpose.DRAFT])
         state.put(items, token, q)
         state.enter(items, offset)
@@ -194,7 +194,7 @@ class Decoder:
             return
         host = chosen.cpu().numpy()
         items = Items(judged.host_sample[host], judged.host_position[host], b[chosen], judged.position[chosen], [])
-        q = self.drafter.revise(state, items)
+        q = state.usable(self.drafter.revise(state, items))
         if self.common_noise:
             token = race(q, state.noise(items))
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ssd_train.backbones.base import Backbone, PromptBatch
 from ssd_train.backbones.kv_cache import Slots
 from ssd_train.decoding.trace import Trace
-from ssd_train.distributions import Sampling, Verdict
+from ssd_train.distributions import Sampling, Verdict, sound
 from ssd_train.draws import Purpose, uniform
 
 
@@ -78,6 +78,7 @@ class State:
         self._round = np.zeros((batch, size), dtype=np.int64)
         self._offset = np.zeros((batch, size, 2), dtype=np.int64)
         self._draws = uniform(self.seeds[:0, None, None], 0, 0).view(0, 0, 0, 0)
+        self._unsound, self._blind = torch.zeros(2, dtype=torch.int64, device=device)  # draft, target distributions
         self._timed = timed
         self._trace = Trace(passes=[0] * batch)
         self._events: list[tuple] = []
@@ -160,6 +161,13 @@ class State:
             self.q[items.sample, items.position % self.window] = q
         self._drafted[items.host_sample, items.host_position] = True
 
+    def usable(self, q: Tensor) -> Tensor:
+        """Draft distributions [N, V], uniform where NaN or infinite logits left none. Whatever is broken, a draft is
+        then a draw from the q that it is judged against, so exact decoders stay exact."""
+        good = sound(q)
+        self._unsound += (~good).sum()
+        return torch.where(good[:, None], q, 1 / q.shape[1])
+
     def enter(self, items: Items, offset: Sequence[tuple[int, int]]) -> None:
         """Items are new drafts, at these (rows, columns) from their sources."""
         host = items.host_sample, items.host_position
@@ -180,6 +188,7 @@ class State:
         """Takes a judgement down. Whatever stands now was accepted or re-drawn under p [N, V], so p is what it must be
         judged against next."""
         self.put(items, verdict.token, p)
+        self._blind += (~sound(p)).sum()
         host = items.host_sample, items.host_position
         self._visits[host] += 1
         self._round[host] += 1
@@ -223,6 +232,12 @@ class State:
         return perf_counter()
 
     def finish_trace(self) -> Trace:
+        """Raises ValueError if the backbone's distributions were none."""
+        if self._blind:
+            raise ValueError(
+                f"{int(self._blind)} target distributions of {self.backbone.name} were NaN or infinite: its states "
+                f"overflow in {self.backbone.dtype}; use model.backbone.dtype=float32"
+            )
         trace = self._trace
         passes, hosts, rounds, drafted, offsets, verdicts = zip(*self._events, strict=True)
         counts = [len(r) for r in rounds]
@@ -232,6 +247,7 @@ class State:
         trace.round = torch.from_numpy(np.concatenate(rounds))
         trace.drafted = torch.from_numpy(np.concatenate(drafted))
         trace.offset = torch.from_numpy(np.concatenate(offsets))
+        trace.unsound = int(self._unsound)
         trace.token = torch.cat([verdict.token for verdict in verdicts]).cpu()
         trace.accepted = torch.cat([verdict.accepted for verdict in verdicts]).cpu()
         return trace

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 
 from ssd_train.backbones.base import Backbone
+from ssd_train.finite import require_finite
 from ssd_train.heads.predictors import Heads, HeadSpec, name
 from ssd_train.processes.files import write_atomically
 
@@ -40,9 +41,11 @@ class HeadsError(ValueError):
 def save_heads(directory: str | Path, heads: Heads, backbone: Backbone, training: dict) -> None:
     """Writes the export; config.json comes last, so that an interrupted export is not taken for a whole one.
 
-    ``training`` is a JSON-able summary: "samples", "validation" (metrics by name) and whatever else is known.
+    ``training`` is a JSON-able summary: "samples", "validation" (metrics by name) and whatever else is known. Raises
+    HeadsError for weights that are NaN or infinite.
     """
     directory = Path(directory)
+    require_finite(heads.state_dict(), "training left them so; lower head.lr, and train again", HeadsError)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").unlink(missing_ok=True)
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in heads.state_dict().items()}
@@ -89,7 +92,8 @@ def read_config(directory: str | Path) -> dict:
 
 def load_heads(source: str | Path, backbone: Backbone, revision: str | None = None) -> Heads:
     """Heads in eval mode, float32, on the CPU, from a directory or the hub. Raises HeadsError naming what does not fit:
-    the backbone's fingerprint, the grid, the width or vocabulary, a missing, unexpected or mis-shaped tensor."""
+    the backbone's fingerprint, the grid, the width or vocabulary, a missing, unexpected or
+    mis-shaped tensor, one with NaN or infinite numbers."""
     directory = heads_folder(source, revision)
     config = read_config(directory)
     expected = {
@@ -121,6 +125,7 @@ def _read_heads(directory: Path, config: dict) -> Heads:
         wrong = sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key))
         lines = [f"  {key}: expected {wanted.get(key, 'nothing')}, found {there.get(key, 'nothing')}" for key in wrong]
         raise HeadsError(f"{directory}/model.safetensors does not match its config.json:\n" + "\n".join(lines))
+    require_finite(tensors, f"{directory}/model.safetensors drafts nothing; train and export again", HeadsError)
     heads.load_state_dict(tensors)
     return heads.eval().requires_grad_(False)
 

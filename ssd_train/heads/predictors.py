@@ -8,6 +8,7 @@ guess into a draft distribution. d is the backbone's width, m the hidden width, 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +53,8 @@ class HeadSpec:
             raise ValueError(f"space is {self.space!r}; expected 'latent' or 'token'")
         if self.context < 1 or self.context % 2 == 0:
             raise ValueError(f"context is {self.context}; expected an odd number, 1 or more")
-        if self.state_scale <= 0 or self.embedding_scale <= 0:
-            raise ValueError(f"scales must be positive, got {self.state_scale} and {self.embedding_scale}")
+        if not (0 < self.state_scale < inf and 0 < self.embedding_scale < inf):
+            raise ValueError(f"scales must be positive numbers, got {self.state_scale} and {self.embedding_scale}")
         if not self.hidden:
             object.__setattr__(self, "hidden", 2 * self.width)
 

@@ -65,8 +65,9 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Raises ValueError for NaN and infinite numbers, which are no JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(content, indent=2).encode())
+    write_atomically(path, json.dumps(content, indent=2, allow_nan=False).encode())
 
 
 def sha256(path: Path) -> str:

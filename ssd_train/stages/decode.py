@@ -70,6 +70,11 @@ def run(run: Run, folder: str = "decode") -> None:
     for name, decoder in decoders.items():
         found, traces = _gather(parts[name], len(_batches(prompts, cfg.batch_size)))
         tokens, right = found["tokens"], found.get("right")
+        if unsound := sum(trace.unsound for trace in traces):
+            log.warning(
+                "%s: %d draft distributions were NaN or infinite, and uniform ones stood in for them: what drafts is "
+                "broken, and the speed of %s says nothing", name, unsound, name,
+            )  # fmt: skip
         write_atomically(directory / "tokens" / f"{name}.safetensors", safetensors.torch.save({"tokens": tokens}))
         pictures[name] = backbone.decode_pixels(tokens[shown]) if drawn and shown else None
         entries[name] = report.DecoderReport(

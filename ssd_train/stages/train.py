@@ -1,6 +1,7 @@
 """Shards -> trained heads."""
 
 import logging
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,12 @@ def run(run: Run) -> float:
             raise signals.Stopped
     trainer.validate(module, data, verbose=False)
     metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation")}
+    broken = sorted(key for key, value in metrics.items() if not math.isfinite(value))
+    if broken:
+        raise ValueError(
+            f"{', '.join(broken[:3])} of the trained heads is no finite number: the last steps broke them; lower "
+            "head.lr, or clip gradients (train.gradient_clip)"
+        )
     log.info(
         "heads trained; acceptance on validation prompts %.3f: %s", metrics["validation/acceptance"],
         ", ".join(f"{key} {metrics[f'validation/acceptance/{key}']:.2f}" for key in heads.predictors),

@@ -78,10 +78,10 @@ def bad_model(name, device):
     return micro.janus(GRID, vocabulary=VOCABULARY, width=8, layers=1, dtype=torch.float32, scale=20.0, seed=2)
 
 
-def counts(backbone, decoder, sampling=SAMPLING, seed=0):
+def counts(backbone, decoder, sampling=SAMPLING, seed=0, heads=None):
     one = micro.prompts(1)
     prompts = PromptBatch(one.ids.repeat(1, SAMPLES, 1), one.attend.repeat(1, SAMPLES, 1))
-    decoder = decoder.bind(backbone, bad_heads(backbone))
+    decoder = decoder.bind(backbone, heads or bad_heads(backbone))
     tokens = decoder(backbone, prompts, range(seed, seed + SAMPLES), sampling).tokens.flatten(1)
     weights = backbone.vocabulary ** torch.arange(backbone.grid.size - 1, -1, -1)
     return torch.bincount((tokens * weights).sum(1), minlength=backbone.vocabulary**backbone.grid.size).double()
@@ -158,11 +158,11 @@ EXACT_OF_THREE_ROWS = {
 }
 
 
-def assert_exact(backbone, decoder, sampling=SAMPLING):
+def assert_exact(backbone, decoder, sampling=SAMPLING, heads=None):
     """False-alarm probability 1e-4 a decoder."""
     exact = enumerate_images(backbone, sampling)
     assert decoder.exact(backbone)
-    observed = counts(backbone, decoder, sampling)
+    observed = counts(backbone, decoder, sampling, heads=heads)
     print(f"total variation {total_variation(observed, exact):.4f}, sampling noise {noise(exact):.4f}")
     assert not observed[exact == 0].any()
     assert chi_square_p_value(observed, exact * SAMPLES) > FALSE_ALARM
@@ -190,6 +190,26 @@ def test_exact_decoders_have_the_distribution_of_ar_on_three_rows(make):
 def test_exact_decoders_have_the_distribution_of_ar_under_top_k(backbone, name):
     """A third of the tokens is ruled out everywhere, for drafts, p and residuals alike."""
     assert_exact(backbone, EXACT[name](), Sampling(guidance=1.5, top_k=2))
+
+
+@pytest.mark.parametrize(
+    "name, predictors, weight",
+    [
+        ("eagle", "", math.nan),
+        ("mtp", "horizontal", 1e38),
+        ("ssd, until settled", "vertical", math.inf),
+        ("ssd, coupled window, revised drafts", "horizontal_1", 1e38),
+    ],
+)
+def test_broken_heads_leave_an_exact_decoder_exact(backbone, name, predictors, weight):
+    """Drafts that no distribution gave are uniform ones: never NaN that accepts."""
+    heads = bad_heads(backbone)
+    for key, parameter in heads.named_parameters():
+        if predictors in key and "w2" in key:
+            torch.nn.init.constant_(parameter[::2], weight)
+    assert_exact(backbone, EXACT[name](), heads=heads)
+    decoder = EXACT[name]().bind(backbone, heads)
+    assert decoder(backbone, micro.prompts(2), range(2), SAMPLING).trace.unsound > 0
 
 
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_k": 1}], ids=["temperature 0", "top 1"])

@@ -89,7 +89,7 @@ def guided(conditional, unconditional):
 @pytest.mark.parametrize(
     "rule, draft, accept, weight",
     [
-        (Strict(), 0, math.inf, [0.8, 0.2, 0, 0]),
+        (Strict(), 0, 1.0, [0.8, 0.2, 0, 0]),
         (Strict(), 2, 0.5, [0.8, 0.2, 0, 0]),
         (Strict(), 3, 0, [0.8, 0.2, 0, 0]),
         (Addition(0.1), 2, 0.6, [0.8, 0.2, 0, 0]),

@@ -105,6 +105,7 @@ def test_another_backbone_is_refused(exported, backbone):
         ("heads.k_horizontal", 1, r"predictors.horizontal_2.w0.weight: expected nothing, found \(16, 32\)"),
         ("heads.hidden", 7, r"predictors.horizontal_1.w1.weight: expected \(7, 16\), found \(32, 16\)"),
         ("heads.space", "pixel", r"config.json does not describe heads that this version knows.*'pixel'"),
+        ("heads.state_scale", float("nan"), "config.json does not describe heads .*scales must be positive .*nan"),
         ("heads.colour", 3, r"config.json does not describe heads that this version knows.*'colour'"),
     ],
 )
@@ -132,6 +133,22 @@ def test_a_tensor_missing_unexpected_or_misshapen_is_refused_by_name(exported, b
     change(tensors)
     safetensors.torch.save_file(tensors, exported / "model.safetensors")
     refuses(exported, backbone, rf"model.safetensors does not match its config.json:\n  .*{message}")
+
+
+def test_broken_heads_are_not_loaded(exported, backbone):
+    file = exported / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["predictors.vertical_1.w1.weight"][3, 5] = float("nan")
+    safetensors.torch.save_file(tensors, file)
+    refuses(exported, backbone, r"numbers in predictors.vertical_1.w1.weight: .*/model.safetensors drafts nothing; tra")
+
+
+def test_broken_heads_are_not_exported(backbone, tmp_path):
+    heads = make_heads(backbone)
+    heads.predictors["vertical_1"].w0.weight.data[0] = float("inf")
+    with pytest.raises(HeadsError, match=r"in predictors.vertical_1.w0.weight: training left them so; lower head.lr"):
+        save_heads(tmp_path / "heads", heads, backbone, TRAINING)
+    assert not (tmp_path / "heads").exists()
 
 
 def test_broken_files_are_refused(exported, backbone):

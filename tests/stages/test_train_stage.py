@@ -417,6 +417,15 @@ def test_a_loss_that_is_nan_stops_with_its_samples_and_a_mend(trainable):
     assert read_json(run.output / "training.json") is None
 
 
+def test_heads_that_the_last_step_broke_are_not_taken_for_trained(trainable):
+    """No loss was computed from them."""
+    run = trainable("head.lr=1e38", "head.warmup_steps=0", "train.gradient_clip=0", "train.epochs=0.01")
+    for _ in range(2):  # nor is their checkpoint
+        with pytest.raises(ValueError, match=r"validation/.* of the trained heads is no finite number: .*lower he"):
+            stage.run(run)
+    assert read_json(run.output / "training.json") is None
+
+
 def test_progress_has_a_total_a_rate_and_a_time_to_go(trainable, monkeypatch, capsys):
     """Also in a run that goes on from a checkpoint."""
     with monkeypatch.context() as patch:

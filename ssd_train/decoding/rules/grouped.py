@@ -34,4 +34,5 @@ class Grouped(Strict):
         p_members, p_draft = p.gather(1, members), p.gather(1, draft[:, None])
         apart = (self.embedding[members].float() - self.embedding[draft].float()[:, None]).square().sum(-1)
         group = ((p_members - p_draft).abs() < self.gap) & (apart < self.distance) | (members == draft[:, None])
-        return (p_members * group).sum(-1) / (q.gather(1, members) * group).sum(-1), weight
+        p_group, q_group = ((x * group).sum(-1) for x in (p_members, q.gather(1, members)))
+        return torch.where(q_group > 0, p_group / q_group, 1), weight

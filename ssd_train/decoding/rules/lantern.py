@@ -39,6 +39,7 @@ class LatentNeighbourhood(Rule):
         p_near, p_draft = p.gather(1, near), p.gather(1, draft[:, None])
         limit = (self.delta - 1) * p_draft if self.relative else self.delta
         within = p_near.cumsum(-1) <= limit
-        accept = (p_draft.squeeze(1) + (p_near * within).sum(-1)) / q.gather(1, draft[:, None]).squeeze(1)
+        q_draft = q.gather(1, draft[:, None]).squeeze(1)
+        accept = torch.where(q_draft > 0, (p_draft.squeeze(1) + (p_near * within).sum(-1)) / q_draft, 1)
         kept = p.scatter(1, near, torch.where(within, 0, p_near))
         return accept, residual(kept, q)

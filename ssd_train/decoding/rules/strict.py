@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ssd_train.decoding.parts import Rule
-from ssd_train.distributions import residual
+from ssd_train.distributions import ratio, residual
 
 
 class Strict(Rule):
@@ -12,5 +12,4 @@ class Strict(Rule):
     lossless = True
 
     def __call__(self, p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
-        at = draft[:, None]
-        return (p.gather(1, at) / q.gather(1, at)).squeeze(1), residual(p, q)
+        return ratio(p, q, draft), residual(p, q)
