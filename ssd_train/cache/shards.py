@@ -8,30 +8,31 @@
 
 A shard is the unit of work, of resumption and of repair. Its bytes depend on nothing but the manifest and its prompts.
 A finished cache may be copied to where webdataset can open it (http, https, s3 and others) and be read from there.
-L image tokens, d width; stream 0 is conditional, 1 unconditional.
+S streams (0 is conditional, 1 unconditional; without guidance only the former), L image tokens, d width.
 """
 
 import errno
 import hashlib
 import io
 import json
+import math
 import os
 import shlex
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from webdataset.gopen import gopen
+from webdataset.gopen import Pipe, gopen
 
 from ssd_train.processes.files import claim, sha256, write_atomically
 from ssd_train.prompts import split_of
@@ -46,6 +47,9 @@ class CacheDtype(StrEnum):
 
 
 BYTES_PER_VALUE = {CacheDtype.float32: 4, CacheDtype.bfloat16: 2, CacheDtype.int8: 1}
+SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "I32": torch.int32}
+CHUNK = 2**18
+"""Bytes that are read, hashed or quantised at a time: they stay in a core's cache from one to the other."""
 
 
 class CacheError(RuntimeError):
@@ -54,15 +58,32 @@ class CacheError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """tokens [h, w] int32; hidden [2, L, d], the states H before the final norm that predicted them; ``backbone`` the
-    fingerprint of whose states they are."""
+    """tokens [h, w] int32; states, as :func:`pack` makes them of the H before the final norm that predicted these;
+    ``backbone`` the fingerprint of whose states they are. All on the host."""
 
     index: int
     prompt: str
     seed: int
     tokens: Tensor
-    hidden: Tensor
+    states: dict[str, Tensor]
     backbone: str
+
+    @classmethod
+    def of(cls, index: int, prompt: str, seed: int, tokens: Tensor, hidden: Tensor, backbone: str,
+           dtype: CacheDtype) -> "Sample":  # fmt: skip
+        """From states [S, L, d], which are converted where they lie. Raises CacheError if one is not finite."""
+        states = pack(hidden, dtype)
+        if not all(tensor.isfinite().all() for tensor in states.values() if tensor.is_floating_point()):
+            raise CacheError(
+                f"a state of sample {index} ({prompt!r}) is NaN or infinite: the backbone overflowed; try "
+                "model.backbone.dtype=float32"
+            )
+        return cls(index, prompt, seed, tokens.int().cpu(), {k: v.cpu() for k, v in states.items()}, backbone)
+
+    @property
+    def hidden(self) -> Tensor:
+        """float32 [S, L, d]."""
+        return unpack(self.states)
 
 
 @dataclass(frozen=True)
@@ -79,17 +100,23 @@ class ShardEntry:
 
 
 def pack(hidden: Tensor, dtype: CacheDtype) -> dict[str, Tensor]:
-    """States [2, L, d] -> tensors to store. int8 is symmetric, one float32 scale a token."""
+    """States [..., d] -> tensors to store, on their device. int8 is symmetric, one float32 scale a token."""
     if dtype is not CacheDtype.int8:
         return {"hidden": hidden.to(getattr(torch, dtype)).contiguous()}
-    scale = hidden.abs().amax(-1).float().clamp_min(1e-12) / 127
-    return {"hidden": (hidden / scale[..., None]).round().to(torch.int8), "scale": scale}
+    stored = torch.empty_like(hidden, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scale = stored.new_empty(hidden.shape[:-1], dtype=torch.float32)
+    few = max(1, CHUNK // hidden.shape[-1]) if hidden.device.type == "cpu" else scale.numel()  # tokens at a time
+    rows = (tensor.flatten(0, hidden.ndim - 2).split(few) for tensor in (hidden, stored, scale[..., None]))
+    for exact, quantised, step in zip(*rows, strict=True):
+        step.copy_(exact.abs().amax(-1, keepdim=True).float().clamp_min_(1e-12).div_(127))
+        quantised.copy_(exact.div(step).round_())
+    return {"hidden": stored, "scale": scale}
 
 
-def unpack(tensors: dict[str, Tensor]) -> Tensor:
-    """The inverse of :func:`pack`, float32."""
-    hidden = tensors["hidden"].float()
-    return hidden * tensors["scale"][..., None] if "scale" in tensors else hidden
+def unpack(states: Mapping[str, Tensor]) -> Tensor:
+    """The inverse of :func:`pack`: float32 [..., d], on the device of the states."""
+    hidden = states["hidden"].float()
+    return hidden.mul_(states["scale"][..., None]) if "scale" in states else hidden
 
 
 def sample_bytes(length: int, width: int, dtype: CacheDtype) -> int:
@@ -98,30 +125,144 @@ def sample_bytes(length: int, width: int, dtype: CacheDtype) -> int:
     return 2 * length * (width * BYTES_PER_VALUE[dtype] + scale) + 4 * length + 3072
 
 
-def _encode(sample: Sample, dtype: CacheDtype) -> tuple[bytes, bytes]:
-    if not torch.isfinite(sample.hidden).all():
-        raise CacheError(
-            f"a state of sample {sample.index} ({sample.prompt!r}) is NaN or infinite: the backbone overflowed; try "
-            "model.backbone.dtype=float32"
-        )
-    tensors = pack(sample.hidden, dtype) | {"tokens": sample.tokens.to(torch.int32)}
-    payload = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+# -- a shard ------------------------------------------------------------------------------------------------------
+
+
+def _layout(header: bytes, size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the tensors whose ``size`` bytes follow a safetensors header, in their order. Raises
+    ValueError, KeyError or TypeError if the header does not say just that."""
+    layout, end = {}, 0
+    for name, field in sorted(json.loads(header).items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = SAFETENSORS[field["dtype"]], tuple(field["shape"])
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        if field["data_offsets"] != [start, end]:
+            raise ValueError(f"{name} lies at {field['data_offsets']}, expected [{start}, {end}]")
+        layout[name] = dtype, shape
+    if end != size:
+        raise ValueError(f"{size} bytes of tensors, expected {end}")
+    return layout
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Those of a contiguous tensor, not a copy of them."""
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+
+
+@lru_cache
+def _header(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
+    """What safetensors puts before such tensors."""
+    payload = safetensors.torch.save({name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout})
+    return payload[: 8 + int.from_bytes(payload[:8], "little")]
+
+
+def _encode(sample: Sample) -> Iterator[bytes | memoryview]:
+    """A sample's members of a tar, piece by piece: its tensors as safetensors, then what it is as JSON."""
+    tensors = {name: tensor.contiguous() for name, tensor in (sample.states | {"tokens": sample.tokens}).items()}
+    header = _header(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    payload = [memoryview(header), *(_bytes(tensors[name]) for name in _layout(header[8:], size))]
+    checksum = 0
+    for part in payload:
+        checksum = zlib.crc32(part, checksum)
     info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "backbone": sample.backbone}
-    info["crc32"] = zlib.crc32(payload)
-    return payload, json.dumps(info, sort_keys=True).encode()
+    info["crc32"] = checksum
+    for extension, parts in {"safetensors": payload, "json": [json.dumps(info, sort_keys=True).encode()]}.items():
+        member = tarfile.TarInfo(f"{sample.index:08d}.{extension}")
+        member.size = sum(map(len, parts))
+        yield member.tobuf(tarfile.USTAR_FORMAT)
+        yield from parts
+        yield bytes(-member.size % tarfile.BLOCKSIZE)
 
 
-def decode_sample(files: dict) -> Sample:
-    """A webdataset sample ({"safetensors": bytes, "json": bytes, ...}) -> Sample, its checksum verified."""
-    where = f"sample {files.get('__key__')} in {files.get('__url__')}"
-    try:
-        payload, info = files["safetensors"], json.loads(files["json"])
-        if zlib.crc32(payload) != info["crc32"]:
-            raise CacheError(f"{where} is damaged (checksum); re-run the cache stage with cache.verify=true to mend it")
-        tensors = safetensors.torch.load(payload)
-        return Sample(info["index"], info["prompt"], info["seed"], tensors["tokens"], unpack(tensors), info["backbone"])
-    except (KeyError, ValueError, safetensors.SafetensorError) as error:
-        raise CacheError(f"{where} is damaged ({error}); re-run the cache stage to mend it") from error
+@dataclass(frozen=True)
+class StoredSample:
+    """A sample as it lies in a shard; what it is has been read, its tensors have not. ``payload`` is where they start
+    in the file ``shard``, or, of a shard under a URL, they themselves."""
+
+    key: str
+    shard: str
+    index: int
+    prompt: str
+    seed: int
+    backbone: str
+    crc32: int
+    payload: int | bytes
+    size: int
+
+    def __str__(self) -> str:
+        return f"sample {self.key} in {self.shard}"
+
+    def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of its tensors: ``tokens`` and its states'. Raises CacheError if they cannot be read."""
+        with self._opened() as file:
+            return self._head(file)[1]
+
+    def load(self) -> Sample:
+        """With tensors of its own; raises CacheError as :meth:`read` does."""
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.layout().items()}
+        self.read(tensors)
+        return Sample(self.index, self.prompt, self.seed, tensors.pop("tokens"), tensors, self.backbone)
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Its tensors, into contiguous ones of its layout. Raises CacheError if they are damaged, or of another
+        layout."""
+        with self._opened() as file:
+            head, layout = self._head(file)
+            expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}
+            if layout != expected:
+                raise CacheError(f"{self} holds {layout}; expected {expected}, as the samples before it")
+            checksum = zlib.crc32(head)
+            for name in layout:
+                content = _bytes(into[name])
+                for start in range(0, len(content), CHUNK):
+                    part = content[start : start + CHUNK]
+                    if file.readinto(part) < len(part):
+                        raise EOFError("it ends too early")
+                    checksum = zlib.crc32(part, checksum)
+        if checksum != self.crc32:
+            raise CacheError(f"{self} is damaged (checksum); re-run the cache stage with cache.verify=true to mend it")
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """Where its bytes start. What cannot be read or understood within raises CacheError."""
+        try:
+            with io.BytesIO(self.payload) if isinstance(self.payload, bytes) else open(self.shard, "rb") as file:
+                if isinstance(self.payload, int):
+                    file.seek(self.payload)
+                yield file
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CacheError(f"{self} is damaged ({error}); re-run the cache stage to mend it") from error
+
+    def _head(self, file: BinaryIO) -> tuple[bytes, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+        """The bytes before the tensors, and what they say."""
+        head = file.read(8)
+        head += file.read(min(int.from_bytes(head, "little"), self.size))
+        return head, _layout(head[8:], self.size - len(head))
+
+
+def stored_samples(url: str | Path) -> Iterator[StoredSample]:
+    """What a shard holds, in its order. Of a file only headers and JSON are read; what comes through a pipe is read
+    whole. Raises CacheError for a damaged sample, and for the tar itself what ``tarfile`` and ``open`` raise."""
+    stream = gopen(str(url))
+    piped = isinstance(stream, Pipe)  # closing one complains that the other end has not been read
+    with nullcontext() if piped else stream, tarfile.open(fileobj=stream, mode="r|" if piped else "r:") as tar:
+        for key, members in groupby(tar, lambda member: member.name.rpartition(".")[0]):
+            payload, info, size = None, {}, 0
+            try:
+                for member in members:
+                    if member.name == f"{key}.safetensors":
+                        size = member.size
+                        payload = tar.extractfile(member).read() if piped else member.offset_data
+                    elif member.name == f"{key}.json":
+                        info = json.loads(tar.extractfile(member).read())
+                values = {name: info[name] for name in ("index", "prompt", "seed", "backbone", "crc32")}
+                if list(map(type, values.values())) != [int, str, int, str, int] or payload is None:
+                    raise ValueError(f"it holds {size} bytes of tensors, and {values}")
+            except (ValueError, KeyError, TypeError) as error:
+                raise CacheError(
+                    f"sample {key} in {url} is damaged ({error}); re-run the cache stage to mend it"
+                ) from error
+            yield StoredSample(key, str(url), payload=payload, size=size, **values)
 
 
 # -- a directory of shards ----------------------------------------------------------------------------------------
@@ -221,23 +362,30 @@ class ShardCache:
                 )
             raise CacheError(reason) from error
 
-    def write(self, shard: int, samples: Iterable[Sample], dtype: CacheDtype) -> ShardEntry:
-        """Writes a shard so that it is there whole or not at all. A full disk raises CacheError; nothing is left."""
-        samples = list(samples)
+    def write(self, shard: int, samples: Iterable[Sample]) -> ShardEntry:
+        """Writes a shard so that it is there whole or not at all, sample by sample. A full disk raises CacheError;
+        nothing is left."""
         path = self.path(shard)
         temporary = path.with_suffix(".tmp")
+        described, backbone, size, digest = [], "", 0, hashlib.sha256()
         try:
             with temporary.open("wb") as file:
-                with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                    for sample in samples:
-                        for extension, content in zip(("safetensors", "json"), _encode(sample, dtype), strict=True):
-                            member = tarfile.TarInfo(f"{sample.index:08d}.{extension}")
-                            member.size = len(content)
-                            tar.addfile(member, io.BytesIO(content))
+
+                def write(part: bytes | memoryview) -> None:
+                    file.write(part)
+                    digest.update(part)
+
+                for sample in samples:
+                    for part in _encode(sample):
+                        write(part)
+                    described.append(describe(sample.index, sample.prompt))
+                    backbone = sample.backbone
+                write(bytes(2 * tarfile.BLOCKSIZE))
+                write(bytes(-file.tell() % tarfile.RECORDSIZE))
+                size = file.tell()
                 file.flush()
                 os.fsync(file.fileno())
-            size, digest = temporary.stat().st_size, sha256(temporary)
-            entry = ShardEntry(size, digest, samples[0].backbone, [describe(s.index, s.prompt) for s in samples])
+            entry = ShardEntry(size, digest.hexdigest(), backbone, described)
             temporary.replace(path)
             write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry), sort_keys=True).encode())
         except OSError as error:

@@ -94,7 +94,7 @@ def run(run: Run) -> None:
         for i in share_out(cache.claims, missing, is_there):
             if cache.path(i).exists():
                 log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
-            cache.write(i, _samples(run, shards[i], f"shard {i}"), cfg.dtype)
+            cache.write(i, _samples(run, shards[i], f"shard {i}"))
             made += 1
             bar.update()
     cache.write_index(len(shards))
@@ -246,8 +246,10 @@ def _samples(run: Run, prompts: list[Prompt], what: str) -> Iterator[Sample]:
         seeds = [sample_seed(run.cfg.seed, p.index) for p in batch]
         tokens, hidden = make(run, batch, seeds)
         for i, prompt in enumerate(batch):
-            states = hidden[:, i].cpu()
-            yield Sample(prompt.index, prompt.text, seeds[i], tokens[i].int().cpu(), states, run.backbone.fingerprint)
+            yield Sample.of(
+                prompt.index, prompt.text, seeds[i], tokens[i], hidden[:, i], run.backbone.fingerprint,
+                run.cfg.cache.dtype,
+            )  # fmt: skip
 
 
 def _generate(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:

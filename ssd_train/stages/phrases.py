@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ssd_train import config
-from ssd_train.cache.shards import ShardCache
+from ssd_train.cache.shards import ShardCache, StoredSample
 from ssd_train.config import Stage
 from ssd_train.decoding import phrases
 from ssd_train.prompts import Split
@@ -47,7 +47,7 @@ def run(run: Run) -> None:
     )  # fmt: skip
     log.info("learning up to %d phrases from %d samples", cfg.phrases.merges, data.counts[Split.TRAIN])
     learned = phrases.learn(_rows(data.shards), manifest["vocabulary"], cfg.phrases.merges)
-    held_out = [s.tokens for s in islice(data.shards.read(Split.VALIDATION), data.validation_samples)]
+    held_out = [s.load().tokens for s in islice(data.shards.read(Split.VALIDATION), data.validation_samples)]
     statistics = phrases.statistics(learned, torch.stack(held_out), manifest["vocabulary"])
     library = phrases.Library(
         manifest["backbone"], manifest["fingerprint"], manifest["vocabulary"], identity, statistics, learned
@@ -73,5 +73,5 @@ def _is_there(path: Path, identity: dict) -> bool:
 
 
 def _rows(shards: Shards) -> Iterator[np.ndarray]:
-    for sample in shards.read(Split.TRAIN):
+    for sample in map(StoredSample.load, shards.read(Split.TRAIN)):
         yield from sample.tokens.numpy()

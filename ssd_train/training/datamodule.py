@@ -1,9 +1,9 @@
 """Shards -> batches, in an order that is a function of (seed, rank, worker) and can be entered anywhere."""
 
+import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
@@ -14,20 +14,76 @@ import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ssd_train.cache.shards import CacheError, Sample, ShardCache, ShardEntry, decode_sample
+from ssd_train.cache.shards import CacheError, ShardCache, ShardEntry, StoredSample, stored_samples, unpack
 from ssd_train.processes import signals
 from ssd_train.prompts import Split, split_of
 
-Batch = dict[str, Tensor]  # tokens [B, h, w] int64, hidden [B, 2, h, w, d] float32, index [B] int64
+SCALED = 32  # samples that the scales of a head's inputs are measured on
+PREFETCHED = 3  # batches of a worker: one in the making, and DataLoader's two that wait
 
 
-def collate(samples: list[Sample]) -> Batch:
-    height, width = samples[0].tokens.shape
-    return {
-        "index": torch.tensor([s.index for s in samples]),
-        "tokens": torch.stack([s.tokens for s in samples]).long(),
-        "hidden": torch.stack([s.hidden for s in samples]).unflatten(2, (height, width)),
-    }
+class Batch(dict[str, Tensor]):
+    """index [B] int64, tokens [B, h, w] int64, and the states as they are stored: hidden [B, S, h, w, d] float32,
+    bfloat16 or int8, with int8 scale [B, S, h, w] float32.
+
+    ``lent`` [1] uint8 is 1 until whoever has the batch gives it back; its maker may then write the next one there.
+    """
+
+    def states(self, stream: Tensor | None = None) -> Tensor:
+        """float32 [S, B, h, w, d]; or [1, B, h, w, d], of each sample the ``stream`` [B] alone. The batch is given
+        back, unless the result lies in it."""
+        stored = {name: self[name] for name in ("hidden", "scale") if name in self}
+        if stream is not None and self["hidden"].shape[1] > 1:
+            at = torch.arange(len(stream), device=stream.device)
+            stored = {name: tensor[at, stream][:, None] for name, tensor in stored.items()}
+        states = unpack(stored)
+        if states.untyped_storage().data_ptr() != self["hidden"].untyped_storage().data_ptr():
+            self.give_back()
+        return states.transpose(0, 1)
+
+    def give_back(self) -> None:
+        if "lent" in self:
+            self["lent"].zero_()
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory; this one is given back. DataLoader calls it."""
+        pinned = Batch({name: tensor.pin_memory() for name, tensor in self.items() if name != "lent"})
+        self.give_back()
+        return pinned
+
+
+class Batches:
+    """Makes batches, in memory that is shared if a worker makes them, and where one was given back in its memory:
+    the kernel takes longer to find and clear new memory than it takes to read a batch."""
+
+    def __init__(self) -> None:
+        self.made: list[Batch] = []
+
+    def make(self, samples: Sequence[StoredSample]) -> Batch:
+        """Raises CacheError if a sample is damaged, or of another layout than the first one."""
+        layout, size = samples[0].layout(), len(samples)
+        batch = self._memory(size, layout)
+        for i, sample in enumerate(samples):
+            sample.read({name: batch[name][i] for name in layout})
+        grid = batch["tokens"].shape[1:]
+        whole = {name: batch[name].unflatten(2, grid) for name in layout if name != "tokens"}
+        index = torch.tensor([sample.index for sample in samples])
+        return Batch(whole, index=index, tokens=batch["tokens"].long(), lent=batch["lent"])
+
+    def _memory(self, size: int, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Batch:
+        shapes = {name: (dtype, (size, *shape)) for name, (dtype, shape) in layout.items()}
+        shapes["lent"] = torch.uint8, (1,)
+        for batch in self.made:
+            if not batch["lent"] and shapes == {name: (t.dtype, tuple(t.shape)) for name, t in batch.items()}:
+                break
+        else:
+            self.made = self.made[1 - PREFETCHED :]
+            batch = Batch({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()})
+            if get_worker_info():
+                batch = Batch({name: tensor.share_memory_() for name, tensor in batch.items()})
+            self.made.append(batch)
+        batch["lent"].fill_(1)
+        return batch
 
 
 @dataclass(frozen=True)
@@ -41,17 +97,16 @@ class Shards:
     last: int
     entries: dict[str, ShardEntry] = field(default_factory=dict)
 
-    def read(self, split: Split, shuffle: int = 0, rng: Random | None = None) -> Iterator[Sample]:
-        """Samples of one split, read sequentially, through a shuffle buffer of undecoded samples."""
-        files = chain.from_iterable(map(self._files, self.paths))
+    def read(self, split: Split, shuffle: int = 0, rng: Random | None = None) -> Iterator[StoredSample]:
+        """Samples of one split, shard after shard, through a shuffle buffer."""
+        samples = chain.from_iterable(map(self._samples, self.paths))
         if shuffle:
-            files = wds.shuffle(shuffle, initial=shuffle, rng=rng)(files)
-        for raw in files:
-            sample = decode_sample(raw)
-            entry = self.entries.get(raw["__url__"])
+            samples = wds.shuffle(shuffle, initial=shuffle, rng=rng)(samples)
+        for sample in samples:
+            entry = self.entries.get(sample.shard)
             if entry and sample.backbone != entry.backbone:
                 raise CacheError(
-                    f"{raw['__url__']} holds states of backbone {sample.backbone}; expected {entry.backbone}, of which "
+                    f"{sample.shard} holds states of backbone {sample.backbone}; expected {entry.backbone}, of which "
                     "the cache is. It was copied here from elsewhere: remove it and run the cache stage again."
                 )
             if sample.index <= self.last and split_of(sample.prompt) is split:
@@ -62,13 +117,17 @@ class Shards:
         samples = chain.from_iterable(self.entries[str(path)].samples for path in self.paths)
         return sum(index <= self.last and of == split for index, _, of in samples)
 
-    def _files(self, path: str | Path) -> Iterator[dict]:
-        """A shard's samples, undecoded. Raises CacheError if there are too few: a tar cut short between two samples
-        looks whole."""
+    def _samples(self, path: str | Path) -> Iterator[StoredSample]:
+        """A shard's samples. Raises CacheError if there are too few: a tar cut short between two samples looks
+        whole."""
         entry, found = self.entries.get(str(path)), 0
-        for raw in wds.tariterators.tarfile_samples([{"url": str(path)}], handler=partial(_refuse, path)):
-            found += 1
-            yield raw
+        try:
+            for sample in stored_samples(path):
+                found += 1
+                yield sample
+        except (OSError, EOFError, tarfile.TarError) as error:
+            what = getattr(error, "strerror", None) or error
+            raise CacheError(f"a shard cannot be read ({path}: {what}); re-run the cache stage to mend it") from error
         if entry and found < len(entry.samples):
             raise CacheError(
                 f"{path} ends after {found} samples, and should hold {len(entry.samples)}; re-run the cache stage to "
@@ -76,18 +135,11 @@ class Shards:
             )
 
 
-def _refuse(path: str | Path, error: Exception) -> bool:
-    if isinstance(error, CacheError):  # refused already; webdataset hands it on, with more arguments than a message
-        raise CacheError(error.args[0]) from error
-    what = getattr(error, "strerror", None) or str(error.args[0] if error.args else error).split(" @ <")[0]
-    raise CacheError(f"a shard cannot be read ({path}: {what}); re-run the cache stage to mend it") from error
-
-
 class TrainingStream(IterableDataset):
     """Endless batches of training samples. Epoch after epoch, each (rank, worker) reads its share of the shards in a
     new order; nothing is dropped at an epoch's end, and no rank ever runs out before the others.
 
-    ``first_batch`` enters the stream where an interrupted run left it: what that epoch had before is read and skipped.
+    ``first_batch`` enters the stream where an interrupted run left it: what that epoch had before is passed over.
     """
 
     def __init__(self, shards: Shards, batch_size: int, shuffle: int, seed: int, rank: int = 0, world: int = 1):
@@ -108,14 +160,15 @@ class TrainingStream(IterableDataset):
             skipped -= size
         epochs = (self._epoch(epoch, worker, workers) for epoch in count(first))
         stream = islice(chain.from_iterable(epochs), skipped, None)
+        batches = Batches()
         for samples in iter(lambda: list(islice(stream, self.batch_size)), []):
-            yield collate(samples)
+            yield batches.make(samples)
 
     def _share(self, epoch: int, worker: int, workers: int) -> Shards:
         shares = share(len(self.shards.paths), self.seed, epoch, self.rank * workers + worker, self.world * workers)
         return replace(self.shards, paths=[self.shards.paths[i] for i in shares])
 
-    def _epoch(self, epoch: int, worker: int, workers: int) -> Iterator[Sample]:
+    def _epoch(self, epoch: int, worker: int, workers: int) -> Iterator[StoredSample]:
         rng = Random(f"{self.seed}/{epoch}/{self.rank}/{worker}")
         return self._share(epoch, worker, workers).read(Split.TRAIN, self.shuffle, rng)
 
@@ -188,20 +241,30 @@ class HeadDataModule(L.LightningDataModule):
 
     def scales(self, embedding: Tensor) -> tuple[float, float]:
         """Standard deviations of the states and of the embeddings of the tokens, over the first samples."""
-        samples = list(islice(self.shards.read(Split.TRAIN), 32))
-        hidden = torch.cat([s.hidden.flatten() for s in samples])
-        embedded = embedding[torch.cat([s.tokens.flatten() for s in samples]).to(embedding.device)].float()
-        return float(hidden.std()), float(embedded.std())
+        moments, tokens = [], []
+        for sample in islice(self.shards.read(Split.TRAIN), SCALED):
+            loaded = sample.load()
+            moments.append(torch.stack(torch.var_mean(loaded.hidden.to(embedding.device), correction=0)))
+            tokens.append(loaded.tokens.flatten())
+        variance, mean = torch.stack(moments).double().unbind(1)  # of samples of one size
+        embedded = embedding[torch.cat(tokens).to(embedding.device)].float()
+        return float((variance.mean() + mean.var(correction=0)).sqrt()), float(embedded.std())
 
     def train_dataloader(self) -> DataLoader:
+        trainer = self.trainer
         stream = TrainingStream(
-            self.shards, self.batch_size, self.shuffle, self.seed, self.trainer.global_rank, self.trainer.world_size
+            self.shards, self.batch_size, self.shuffle, self.seed, trainer.global_rank, trainer.world_size
         )
-        stream.first_batch = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        return DataLoader(stream, batch_size=None, num_workers=self.workers, worker_init_fn=_start_worker)
+        stream.first_batch = trainer.global_step * trainer.accumulate_grad_batches
+        return self.loader(stream, trainer.strategy.root_device.type)
+
+    def loader(self, stream: TrainingStream, device: str) -> DataLoader:
+        return DataLoader(
+            stream, batch_size=None, num_workers=self.workers, worker_init_fn=_start_worker, pin_memory=device == "cuda"
+        )
 
     def val_dataloader(self) -> DataLoader:
         """Kept in memory: a few dozen samples, read once."""
         samples = list(islice(self.shards.read(Split.VALIDATION), self.validation_samples))
-        batches = [collate(samples[i : i + self.batch_size]) for i in range(0, len(samples), self.batch_size)]
+        batches = [Batches().make(samples[i : i + self.batch_size]) for i in range(0, len(samples), self.batch_size)]
         return DataLoader(batches, batch_size=None)

@@ -100,8 +100,7 @@ class HeadModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         weights, stream = self.settings.loss, self._stream(batch)
         guided = self.heads.spec.space == "latent" and bool(weights.kl or weights.total_variation)
-        both = batch["hidden"].transpose(0, 1)
-        states = both if guided else _choose(both, stream)[None]
+        states = batch.states(None if guided else stream)
         terms: dict[str, list[Tensor]] = {}
         for direction, offset in self.heads.spec.offsets():
             at = Pairs.of(states, batch["tokens"], self.grid, direction, offset)
@@ -167,9 +166,9 @@ class HeadModule(L.LightningModule):
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Logs each head's figures, and the acceptance rate's mean over heads."""
-        size, rates = len(batch["index"]), []
+        size, rates, states = len(batch["index"]), [], batch.states()
         for direction, offset in self.heads.spec.offsets():
-            whole = Pairs.of(batch["hidden"].transpose(0, 1), batch["tokens"], self.grid, direction, offset)
+            whole = Pairs.of(states, batch["tokens"], self.grid, direction, offset)
             with self.gathered(direction, offset):
                 figures = self._figures(whole, direction, offset)
             for figure, values in figures.items():

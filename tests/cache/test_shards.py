@@ -1,16 +1,20 @@
 """Shards on disk: exact bytes, errors of the storage dtypes, and every way in which a shard can be broken."""
 
 import errno
+import io
 import json
+import math
 import os
 import shutil
 import tarfile
 import time
+import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from serving import Quiet, serving
 
@@ -20,43 +24,28 @@ from ssd_train.cache.shards import (
     CacheError,
     Sample,
     ShardCache,
-    decode_sample,
     describe,
     pack,
     sample_bytes,
+    stored_samples,
     unpack,
 )
 from ssd_train.prompts import Split
 from ssd_train.training.datamodule import Shards
 
 
-def make_samples(count=3, grid=(2, 3), width=8, first=0):
+def states(count=3, grid=(2, 3), width=8, first=0):
+    """What :func:`make_samples` packs, [count, 2, L, d] float32."""
+    return torch.randn(count, 2, math.prod(grid), width, generator=torch.Generator().manual_seed(first))
+
+
+def make_samples(count=3, grid=(2, 3), width=8, first=0, dtype=CacheDtype.float32):
     generator = torch.Generator().manual_seed(first)
-    h, w = grid
     return [
-        Sample(
-            index=first + i,
-            prompt=f"prompt {first + i}",
-            seed=1000 + i,
-            tokens=torch.randint(5, grid, generator=generator).int(),
-            hidden=torch.randn(2, h * w, width, generator=generator),
-            backbone="a",
-        )
-        for i in range(count)
-    ]
-
-
-def files(path):
-    """The members of a tar as webdataset hands them over, sample by sample."""
-    with tarfile.open(path) as tar:
-        names = sorted({member.name.split(".")[0] for member in tar})
-        for name in names:
-            yield {
-                "__key__": name,
-                "__url__": str(path),
-                "safetensors": tar.extractfile(f"{name}.safetensors").read(),
-                "json": tar.extractfile(f"{name}.json").read(),
-            }
+        Sample.of(first + i, f"prompt {first + i}", 1000 + i, torch.randint(5, grid, generator=generator), hidden, "a",
+                  dtype)
+        for i, hidden in enumerate(states(count, grid, width, first))
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -91,31 +80,71 @@ def test_int8_of_zeros_is_zeros():
     assert torch.equal(unpack(pack(torch.zeros(2, 3, 4), CacheDtype.int8)), torch.zeros(2, 3, 4))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_state_that_is_not_finite_is_refused_and_nothing_is_written(cache, value):
-    samples = make_samples()
-    samples[1].hidden[1, 2, 3] = value
-    with pytest.raises(CacheError, match=r"sample 1 \('prompt 1'\) is NaN or infinite.*backbone.dtype=float32"):
-        cache.write(0, samples, CacheDtype.float32)
-    assert list(cache.directory.iterdir()) == []
+@pytest.mark.parametrize("dtype", list(CacheDtype))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_state_that_is_not_finite_is_refused(value, dtype):
+    hidden = torch.randn(2, 6, 8)
+    hidden[1, 2, 3] = value
+    with pytest.raises(CacheError, match=r"sample 1 \('a cat'\) is NaN or infinite.*backbone.dtype=float32"):
+        Sample.of(1, "a cat", 0, torch.zeros(2, 3), hidden, "a", dtype)
+
+
+def test_a_state_that_is_too_large_for_the_stored_dtype_is_refused():
+    with pytest.raises(CacheError, match="is NaN or infinite"):
+        Sample.of(
+            1, "a cat", 0, torch.zeros(2, 3), torch.full((2, 6, 8), 1e300, dtype=torch.float64), "a", CacheDtype.float32
+        )
 
 
 @pytest.mark.parametrize("dtype", list(CacheDtype))
 def test_a_shard_gives_back_what_was_written(cache, dtype):
-    samples = make_samples()
-    cache.write(0, samples, dtype)
-    for sample, read in zip(samples, map(decode_sample, files(cache.path(0))), strict=True):
-        assert (read.index, read.prompt, read.seed) == (sample.index, sample.prompt, sample.seed)
-        assert read.backbone == sample.backbone
+    """As single samples, and into rows of larger tensors."""
+    samples = make_samples(dtype=dtype)
+    cache.write(0, samples)
+    rows = {
+        name: torch.stack([t] * 3).zero_() for name, t in (samples[0].states | {"tokens": samples[0].tokens}).items()
+    }
+    for i, (sample, stored) in enumerate(zip(samples, stored_samples(cache.path(0)), strict=True)):
+        read = stored.load()
+        assert (stored.index, stored.prompt, stored.seed) == (sample.index, sample.prompt, sample.seed)
+        assert stored.backbone == read.backbone == sample.backbone
         assert torch.equal(read.tokens, sample.tokens)
         assert read.tokens.dtype is torch.int32
-        assert torch.equal(read.hidden, unpack(pack(sample.hidden, dtype)))
+        assert torch.equal(read.hidden, unpack(pack(states()[i], dtype)))
+        stored.read({name: tensor[i] for name, tensor in rows.items()})
+    for name, tensor in rows.items():
+        assert torch.equal(tensor, torch.stack([(s.states | {"tokens": s.tokens})[name] for s in samples]))
+
+
+@pytest.mark.parametrize("dtype", list(CacheDtype))
+def test_members_are_what_safetensors_and_tarfile_write(cache, dtype):
+    """Bit for bit, so that a shard's bytes stay what they are whoever packs them."""
+    samples = make_samples(dtype=dtype)
+    cache.write(0, samples)
+    expected = io.BytesIO()
+    with tarfile.open(fileobj=expected, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for sample in samples:
+            payload = safetensors.torch.save(sample.states | {"tokens": sample.tokens})
+            info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "backbone": sample.backbone}
+            info = json.dumps(info | {"crc32": zlib.crc32(payload)}, sort_keys=True).encode()
+            for extension, content in ("safetensors", payload), ("json", info):
+                member = tarfile.TarInfo(f"{sample.index:08d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    assert cache.path(0).read_bytes() == expected.getvalue()
+
+
+def test_int8_is_the_same_however_many_tokens_are_quantised_at_a_time(monkeypatch):
+    hidden = torch.randn(2, 50, 64)
+    whole = pack(hidden, CacheDtype.int8)
+    monkeypatch.setattr(shards, "CHUNK", 64 * 7)
+    few = pack(hidden.transpose(0, 1), CacheDtype.int8)
+    assert all(torch.equal(few[name], whole[name].transpose(0, 1)) for name in whole)
 
 
 @pytest.mark.parametrize("dtype", list(CacheDtype))
 def test_the_estimate_is_within_one_percent(cache, dtype):
-    samples = make_samples(count=8, grid=(16, 16), width=256)
-    entry = cache.write(0, samples, dtype)
+    entry = cache.write(0, make_samples(count=8, grid=(16, 16), width=256, dtype=dtype))
     assert 8 * sample_bytes(256, 256, dtype) == pytest.approx(entry.bytes, rel=0.01)
 
 
@@ -128,7 +157,7 @@ def test_the_same_samples_give_the_same_bytes(tmp_path, monkeypatch):
     second = ShardCache(tmp_path / "b")
     for cache in first, second:
         cache.directory.mkdir()
-        cache.write(3, make_samples(), CacheDtype.bfloat16)
+        cache.write(3, make_samples(dtype=CacheDtype.bfloat16))
         monkeypatch.setattr(time, "time", lambda: 1e9)
     for name in "00003.tar", "00003.json":
         assert (first.directory / name).read_bytes() == (second.directory / name).read_bytes()
@@ -136,10 +165,10 @@ def test_the_same_samples_give_the_same_bytes(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_said_clearly_and_leaves_nothing(cache):
     """The kernel's own ENOSPC: the temporary file is /dev/full."""
-    cache.write(0, make_samples(), CacheDtype.float32)
+    cache.write(0, make_samples())
     (cache.directory / "00001.tmp").symlink_to("/dev/full")
     with pytest.raises(CacheError, match=r"disk is full while writing .*00001.tar; the shards before it are safe"):
-        cache.write(1, make_samples(first=3), CacheDtype.float32)
+        cache.write(1, make_samples(first=3))
     assert sorted(path.name for path in cache.directory.iterdir()) == ["00000.json", "00000.tar"]
     assert cache.entry(0, verify=True)
     assert cache.entry(1) is None
@@ -151,19 +180,19 @@ def test_other_errors_stay_what_they_are(cache, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="input/output error"):
-        cache.write(0, make_samples(), CacheDtype.float32)
+        cache.write(0, make_samples())
     assert list(cache.directory.iterdir()) == []
 
 
 def test_a_shard_is_not_replaced_before_its_successor_is_whole(cache):
-    before = cache.write(0, make_samples(), CacheDtype.float32)
+    before = cache.write(0, make_samples())
 
     def samples():
         yield from make_samples(2)
         raise RuntimeError("interrupted")
 
     with pytest.raises(RuntimeError, match="interrupted"):
-        cache.write(0, samples(), CacheDtype.float32)
+        cache.write(0, samples())
     assert cache.entry(0, verify=True) == before
 
 
@@ -171,7 +200,7 @@ def test_a_shard_is_not_replaced_before_its_successor_is_whole(cache):
 
 
 def test_an_entry_describes_its_samples(cache):
-    written = cache.write(0, make_samples(), CacheDtype.float32)
+    written = cache.write(0, make_samples())
     assert cache.entry(0, verify=True) == written
     assert written.samples == [describe(i, f"prompt {i}") for i in range(3)]
     assert written.bytes == cache.path(0).stat().st_size
@@ -186,7 +215,7 @@ def flip_a_bit(path):
 def test_a_broken_shard_is_no_shard(cache):
     """Missing tar, missing entry, garbage in the entry, truncated: seen at once. A flipped bit: with verify."""
     tar, entry = cache.path(0), cache.path(0).with_suffix(".json")
-    cache.write(0, make_samples(), CacheDtype.float32)
+    cache.write(0, make_samples())
     good = {path: path.read_bytes() for path in (tar, entry)}
     for break_it in (
         tar.unlink,
@@ -204,18 +233,56 @@ def test_a_broken_shard_is_no_shard(cache):
     assert cache.entry(0, verify=True) is None
 
 
-def test_a_damaged_sample_is_refused_by_name(cache):
-    cache.write(0, make_samples(), CacheDtype.float32)
-    raw = list(files(cache.path(0)))[1]
-    flipped = bytearray(raw["safetensors"])
-    flipped[-1] ^= 1
-    where = f"sample 00000001 in {cache.path(0)} is damaged"
-    with pytest.raises(CacheError, match=rf"{where} \(checksum\); re-run the cache stage"):
-        decode_sample(raw | {"safetensors": bytes(flipped)})
-    with pytest.raises(CacheError, match=rf"{where} \('json'\); re-run the cache stage"):
-        decode_sample({key: value for key, value in raw.items() if key != "json"})
-    with pytest.raises(CacheError, match=f"{where}.*re-run the cache stage"):
-        decode_sample(raw | {"json": b"{"})
+def write_tar(path, members):
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def header(payload, old, new):
+    """The payload with something else in its header, of the same length or longer."""
+    size = int.from_bytes(payload[:8], "little")
+    changed = payload[8 : 8 + size].replace(old, new)
+    assert changed != payload[8 : 8 + size]
+    return len(changed).to_bytes(8, "little") + changed + payload[8 + size :]
+
+
+@pytest.mark.parametrize("damage, why", [
+    (lambda files: files | {"safetensors": files["safetensors"][:-1] + b"?"}, "checksum"),
+    (lambda files: files | {"safetensors": files["safetensors"][:-4]}, "bytes of tensors, expected"),
+    (lambda files: files | {"safetensors": b"\xff" * 8 + files["safetensors"][8:]}, ""),
+    (lambda files: files | {"safetensors": b""}, ""),
+    (lambda files: files | {"safetensors": header(files["safetensors"], b"F32", b"F64")}, "F64"),
+    (lambda files: files | {"safetensors": header(files["safetensors"], b"[2,6,8]", b"[2,6,9]")}, "lies at"),
+    (lambda files: files | {"safetensors": header(files["safetensors"], b"hidden", b"hodden")}, "checksum"),
+    (lambda files: {"safetensors": files["safetensors"]}, "'index'"),
+    (lambda files: {"json": files["json"]}, "0 bytes of tensors"),
+    (lambda files: files | {"json": b"{"}, "Expecting property name"),
+    (lambda files: files | {"json": b"[]"}, "indices must be"),
+    (lambda files: files | {"json": files["json"].replace(b'"seed": 1001', b'"seed": null')}, "None"),
+])  # fmt: skip
+def test_a_damaged_sample_is_refused_by_name(cache, damage, why):
+    cache.write(0, make_samples())
+    with tarfile.open(cache.path(0)) as tar:
+        files = {name.partition(".")[2]: tar.extractfile(name).read() for name in tar.getnames() if "00000001" in name}
+    path = cache.directory / "damaged.tar"
+    write_tar(path, {f"00000001.{extension}": content for extension, content in damage(files).items()})
+    with pytest.raises(CacheError, match=f"sample 00000001 in {path} is damaged .*{why}.*; re-run the cache stage"):
+        [stored.load() for stored in stored_samples(path)]
+
+
+def test_a_file_that_is_cut_short_after_its_sample_was_found_is_refused(cache):
+    cache.write(0, make_samples())
+    stored = list(stored_samples(cache.path(0)))
+    os.truncate(cache.path(0), stored[1].payload + stored[1].size - 1)
+    assert stored[0].load()
+    with pytest.raises(CacheError, match=r"sample 00000001 in .* is damaged \(it ends too early\)"):
+        stored[1].load()
+    cache.path(0).unlink()
+    with pytest.raises(CacheError, match=r"sample 00000000 in .* is damaged .*No such file"):
+        stored[0].load()
 
 
 # -- manifest -----------------------------------------------------------------------------------------------------
@@ -267,7 +334,7 @@ def indexed(cache):
     """Three shards of three samples."""
     cache.pin(IDENTITY)
     for shard in range(3):
-        cache.write(shard, make_samples(first=3 * shard), CacheDtype.float32)
+        cache.write(shard, make_samples(first=3 * shard))
     cache.write_index(3)
     return cache
 
@@ -299,8 +366,8 @@ def test_the_index_grows_and_does_not_shrink(indexed):
     before = (indexed.directory / "index.json").stat().st_mtime_ns
     indexed.write_index(2)
     assert (indexed.directory / "index.json").stat().st_mtime_ns == before
-    indexed.write(2, make_samples(4, first=6), CacheDtype.float32)
-    indexed.write(3, make_samples(2, first=10), CacheDtype.float32)
+    indexed.write(2, make_samples(4, first=6))
+    indexed.write(3, make_samples(2, first=10))
     indexed.write_index(4)
     assert [len(fresh(indexed).entries[i].samples) for i in range(4)] == [3, 3, 4, 2]
 
@@ -338,7 +405,7 @@ def test_a_shard_of_another_backbone_is_refused_by_name(indexed, tmp_path):
     for suffix in ".tar", ".json":
         indexed.path(1).with_suffix(suffix).unlink()
     theirs = [replace(sample, backbone="b") for sample in make_samples(first=3)]
-    indexed.write(1, theirs, CacheDtype.float32)
+    indexed.write(1, theirs)
     with pytest.raises(CacheError, match=r"00001.tar holds states of backbone b, but the cache is of a: .* Remove it"):
         indexed.write_index(3)
 
@@ -360,7 +427,7 @@ def all_of(cache, count=3):
     """{index: states} as the training reads them."""
     paths = [cache.url(i) for i in range(count)]
     shards = Shards(paths, 10**6, {path: cache.entries[i] for i, path in enumerate(paths)})
-    samples = [sample for split in Split for sample in shards.read(split)]
+    samples = [stored.load() for split in Split for stored in shards.read(split)]
     return {sample.index: sample.hidden.tolist() for sample in samples}
 
 

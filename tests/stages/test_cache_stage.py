@@ -39,7 +39,7 @@ def times(directory):
 
 def all_samples(directory):
     shards = Shards(sorted(directory.glob("*.tar")), 10**6)
-    samples = [sample for split in (Split.TRAIN, Split.VALIDATION) for sample in shards.read(split)]
+    samples = [stored.load() for split in (Split.TRAIN, Split.VALIDATION) for stored in shards.read(split)]
     return sorted(samples, key=lambda sample: sample.index)
 
 

@@ -31,7 +31,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ssd_train.cache.shards import CacheDtype, CacheError, ShardCache
+from ssd_train.cache.shards import CacheError, ShardCache
 from ssd_train.heads import export as heads_export
 from ssd_train.heads.export import load_heads
 from ssd_train.processes.files import read_json
@@ -206,8 +206,8 @@ def test_a_shard_of_another_backbone_is_refused_in_training(cached, make_run, tm
     """Whole, of the same prompts, and copied here after the cache stage."""
     cache = copied(cached, tmp_path)
     run = make_run(tmp_path)
-    samples = [sample for split in Split for sample in Shards([cache.path(1)], 10**6).read(split)]
-    cache.write(1, [replace(sample, backbone="0123456789abcdef") for sample in samples], CacheDtype.float32)
+    samples = [stored.load() for split in Split for stored in Shards([cache.path(1)], 10**6).read(split)]
+    cache.write(1, [replace(sample, backbone="0123456789abcdef") for sample in samples])
     with pytest.raises(CacheError, match=r"00001.tar holds states of backbone 0123456789abcdef; expected \w{16}"):
         train.run(run)
 

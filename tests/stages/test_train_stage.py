@@ -17,7 +17,7 @@ import torch
 from memory import Peak
 from omegaconf import OmegaConf
 
-from ssd_train.cache.shards import CacheError
+from ssd_train.cache.shards import CacheError, StoredSample
 from ssd_train.config import HeadConfig
 from ssd_train.distributions import guided_probabilities
 from ssd_train.heads.export import load_heads
@@ -26,7 +26,7 @@ from ssd_train.processes.files import read_json
 from ssd_train.prompts import Split
 from ssd_train.stages import cache, decode, export
 from ssd_train.stages import train as stage
-from ssd_train.training.datamodule import collate
+from ssd_train.training.datamodule import Batches
 from ssd_train.training.module import HeadModule, Pairs, learning_rate
 
 STEPS = 27  # 54 training samples, 2 epochs, 4 a batch
@@ -128,7 +128,7 @@ def make_module(run, samples=8, **settings):
         torch.nn.init.normal_(parameter, std=0.2)
     module = HeadModule(heads, run.backbone.output, run.backbone.grid, run.sampling, config, 10, seed=0)
     every = [s for split in (Split.TRAIN, Split.VALIDATION) for s in data.shards.read(split)]
-    return module, collate(every[:samples])
+    return module, Batches().make(every[:samples])
 
 
 LOSSES = {
@@ -194,7 +194,7 @@ def whole_grid(module, batch, direction, offset):
 def test_token_space_is_trained_on_the_sampled_tokens(make_run, cached):
     module, batch = make_module(make_run(cached), space="token")
     at = whole_grid(module, batch, Direction.VERTICAL, 1)
-    loss = module.losses(at, torch.zeros(8), Direction.VERTICAL, 1)[0]["cross_entropy"]
+    loss = module.losses(at, torch.zeros(8), Direction.VERTICAL, 1)["cross_entropy"]
     z = module.heads.inputs(batch["hidden"][:, 0, :3], module.output.embed(batch["tokens"][:, :3]))
     predicted = module.heads(Direction.VERTICAL, 1, z)
     q = module.heads.logits(Direction.VERTICAL, 1, predicted, None).softmax(-1)
@@ -320,7 +320,7 @@ def test_validation_acceptance_is_what_a_loop_over_the_grid_finds(trainable, hea
     for direction, offset in heads.spec.offsets():
         dy, dx = (0, offset) if direction is Direction.HORIZONTAL else (offset, 0)
         accepted, agreed = [], []
-        for sample in data.shards.read(Split.VALIDATION):
+        for sample in map(StoredSample.load, data.shards.read(Split.VALIDATION)):
             hidden = sample.hidden.view(2, 4, 4, -1)
             for y in range(4 - dy):
                 for x in range(4 - dx):
@@ -379,7 +379,7 @@ def test_validation_loss_is_that_of_the_conditional_stream(trainable):
     stage.run(run)
     data = stage.HeadDataModule(run.cache_dir, 60, 4, 0, 0, 0, 64)
     scale = read_json(run.output / "training.json")["heads"]["state_scale"]
-    states = torch.stack([s.hidden[0].view(4, 4, -1) for s in data.shards.read(Split.VALIDATION)]) / scale
+    states = torch.stack([s.load().hidden[0].view(4, 4, -1) for s in data.shards.read(Split.VALIDATION)]) / scale
     expected = torch.nn.functional.smooth_l1_loss(states[:, :-1], states[:, 1:])
     measured = read_json(run.output / "training.json")["validation"]["validation/smooth_l1/vertical_1"]
     assert measured == pytest.approx(expected.item(), rel=1e-5)

@@ -3,33 +3,36 @@
 import tarfile
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ssd_train.cache.shards import CacheDtype, CacheError, Sample, ShardCache
 from ssd_train.prompts import Split, split_of
-from ssd_train.training.datamodule import HeadDataModule, Shards, TrainingStream
+from ssd_train.training.datamodule import PREFETCHED, Batch, Batches, HeadDataModule, Shards, TrainingStream
 
 GRID, WIDTH, SIZE = (2, 3), 4, 10
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def fill(directory, dtype=CacheDtype.float32, width=WIDTH):
     """40 samples in 4 shards. Prompt i is at index 2 i, as if every other one were a test prompt."""
-    directory = tmp_path_factory.mktemp("cache")
     cache = ShardCache(directory)
     cache.pin({"shard_size": SIZE, "fingerprint": "a"})
     torch.manual_seed(0)
     for shard in range(4):
-        samples = [
-            Sample(2 * i, f"prompt {i}", i, torch.randint(5, GRID).int(), 3 * torch.randn(2, 6, WIDTH), "a")
+        cache.write(shard, [
+            Sample.of(2 * i, f"prompt {i}", i, torch.randint(5, GRID), 3 * torch.randn(2, 6, width), "a", dtype)
             for i in range(shard * SIZE, (shard + 1) * SIZE)
-        ]
-        cache.write(shard, samples, CacheDtype.float32)
+        ])  # fmt: skip
     cache.write_index(4)
     return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return fill(tmp_path_factory.mktemp("cache"))
 
 
 def make(directory, samples=40, **settings):
@@ -58,15 +61,109 @@ def test_no_prompt_is_in_both_training_and_validation(directory):
     assert data.counts == Counter({split: len(in_split(split)) for split in Split})
 
 
-def test_a_batch_holds_what_the_shards_hold(directory):
-    batch = next(iter(stream(make(directory))))
-    assert batch["tokens"].shape == (4, 2, 3)
-    assert batch["tokens"].dtype is torch.int64
-    assert batch["hidden"].shape == (4, 2, 2, 3, WIDTH)
-    by_index = {s.index: s for s in Shards([ShardCache(directory).path(i) for i in range(4)], 10**6).read(Split.TRAIN)}
-    for i, index in enumerate(batch["index"].tolist()):
-        assert torch.equal(batch["tokens"][i], by_index[index].tokens.long())
-        assert torch.equal(batch["hidden"][i].flatten(1, 2), by_index[index].hidden)
+def by_index(directory):
+    shards = Shards([ShardCache(directory).path(i) for i in range(4)], 10**6)
+    return {stored.index: stored.load() for split in Split for stored in shards.read(split)}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "dtype, stored", [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.int8)]
+)
+def test_a_batch_holds_what_the_shards_hold_as_they_hold_it(tmp_path, dtype, stored, workers):
+    """And gives it as float32, whole or one stream a sample, however often its memory was given back meanwhile."""
+    samples = by_index(fill(tmp_path, CacheDtype(dtype)))
+    data = make(tmp_path, workers=workers)
+    for batch in islice(data.loader(stream(data), "cpu"), 12):
+        assert batch["tokens"].shape == (4, 2, 3)
+        assert batch["tokens"].dtype is torch.int64
+        assert batch["hidden"].shape == (4, 2, 2, 3, WIDTH)
+        assert batch["hidden"].dtype is stored
+        read = [samples[index] for index in batch["index"].tolist()]
+        assert torch.equal(batch["tokens"], torch.stack([sample.tokens for sample in read]).long())
+        for name in read[0].states:
+            assert torch.equal(batch[name].flatten(2, 3), torch.stack([sample.states[name] for sample in read]))
+        choice = batch["index"] % 3 // 2
+        chosen = torch.stack([sample.hidden[s] for sample, s in zip(read, choice, strict=True)])
+        kept = Batch({name: tensor.clone() for name, tensor in batch.items()})
+        assert torch.equal(kept.states(choice).flatten(2, 3), chosen[None])
+        assert not kept["lent"]
+        whole = batch.states()
+        assert torch.equal(whole.flatten(2, 3), torch.stack([sample.hidden for sample in read], 1))
+        assert whole.dtype is torch.float32
+        assert bool(batch["lent"]) == (dtype == "float32"), "float32 states lie in the batch itself"
+
+
+def test_memory_is_used_again_only_once_it_was_given_back(directory):
+    samples = list(Shards([ShardCache(directory).path(0)], 10**6).read(Split.TRAIN))
+    batches = Batches()
+    made = [batches.make(samples[i : i + 1]) for i in range(5)]
+    assert [batch["index"].item() for batch in made] == [sample.index for sample in samples[:5]]
+    assert len({batch["hidden"].data_ptr() for batch in made}) == 5
+    for batch, sample in zip(made, samples, strict=False):
+        assert torch.equal(batch["hidden"][0].flatten(1, 2), sample.load().hidden)
+    assert len(batches.made) == PREFETCHED, "no more stay in a worker's memory"
+    made[4].give_back()
+    assert batches.make(samples[5:7])["hidden"].data_ptr() != made[4]["hidden"].data_ptr(), "of another size"
+    again = batches.make(samples[5:6])
+    assert again["hidden"].data_ptr() == made[4]["hidden"].data_ptr()
+    assert torch.equal(again["hidden"][0].flatten(1, 2), samples[5].load().hidden)
+
+
+def test_samples_of_another_size_are_refused(tmp_path):
+    """Two caches' shards in one directory."""
+    fill(tmp_path)
+    fill(tmp_path / "wide", width=5)
+    ShardCache(tmp_path / "wide").path(1).replace(ShardCache(tmp_path).path(1))
+    with pytest.raises(
+        CacheError, match=r"sample 000000\d\d in .* holds .*5\).*; expected .*4\).*as the samples before"
+    ):
+        indices(stream(make(tmp_path)), 10)
+
+
+def test_a_worker_holds_three_batches_and_no_shuffle_buffer_of_states(tmp_path):
+    """Its own memory and what it shares, beyond what it had at its start; samples of 1.2 MB, batches of 8."""
+    fill(tmp_path, width=25_000)
+    size = 2 * 6 * 25_000 * 4
+    data = make(tmp_path, batch_size=8, shuffle=40, workers=1)
+    loader = iter(data.loader(Watched(stream(data)), "cpu"))
+    grown, kept = [], []
+    for i in range(24):
+        batch = next(loader)
+        grown.append(batch["grown"].item())
+        kept.append(batch) if i < 12 else batch.give_back()
+    assert max(grown) <= 3 * 8 * size + 4e6
+    assert max(grown) >= 8 * size
+
+
+class Watched(IterableDataset):
+    """The stream, with how much this process has grown since its start, in bytes."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __iter__(self):
+        before = resident()
+        for batch in self.stream:
+            yield Batch(batch, grown=torch.tensor(resident() - before))
+
+
+def resident():
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+@pytest.mark.parametrize(
+    "seed, order",
+    [
+        (0, [8, 0, 4, 10, 2, 14, 62, 18, 74, 64, 20, 76, 60, 26, 78, 68]),
+        (7, [30, 38, 0, 26, 36, 34, 8, 20, 2, 10, 18, 66, 60, 16, 62, 74]),
+    ],
+)
+def test_the_order_of_a_seed_stays(directory, seed, order):
+    """From one version to the next: a resumed training relies on it."""
+    assert [index for batch in indices(stream(make(directory, seed=seed)), 4) for index in batch] == order
 
 
 def test_every_epoch_has_every_sample_once_in_a_new_order(directory):
@@ -104,8 +201,8 @@ def test_entering_the_stream_reads_no_epoch_that_lies_behind(directory, monkeypa
     """The second or third epoch, from its first batch: each shard that is opened is of that epoch, in its order."""
     data = make(directory, batch_size=1, shuffle=0)
     size = data.counts[Split.TRAIN]
-    opened, files = [], Shards._files
-    monkeypatch.setattr(Shards, "_files", lambda shards, path: (opened.append(path), files(shards, path))[1])
+    opened, samples = [], Shards._samples
+    monkeypatch.setattr(Shards, "_samples", lambda shards, path: (opened.append(path), samples(shards, path))[1])
     whole = indices(stream(data), (epochs + 1) * size)
     expected = opened[4 * epochs :]
     opened.clear()
@@ -170,7 +267,7 @@ def test_a_cache_that_is_too_short_says_so(directory, tmp_path):
     short.pin({"shard_size": 10, "fingerprint": "a"})
     with pytest.raises(CacheError, match=r"no index.json\); run the cache stage first"):
         make(tmp_path)
-    short.write(0, Shards([ShardCache(directory).path(0)], 10**6).read(Split.TRAIN), CacheDtype.float32)
+    short.write(0, [stored.load() for stored in Shards([ShardCache(directory).path(0)], 10**6).read(Split.TRAIN)])
     short.write_index(1)
     with pytest.raises(CacheError, match=r"lacks shards \[0\] of 1"):
         make(tmp_path, samples=10)
@@ -189,7 +286,7 @@ def test_damage_that_came_after_the_start_is_refused_not_skipped(directory, tmp_
     flipped[member.offset_data + member.size - 1] ^= 1
     broken.write_bytes(flipped)
     with pytest.raises(CacheError, match=r"sample 00000000 in .* is damaged \(checksum\)"):
-        list(shards.read(Split.TRAIN))
+        [stored.load() for stored in shards.read(Split.TRAIN)]
     broken.write_bytes(content[: len(content) // 2])
     with pytest.raises(CacheError, match="re-run the cache stage"):
         list(shards.read(Split.TRAIN))
