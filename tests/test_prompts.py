@@ -1,12 +1,16 @@
 """Prompt sources and splits."""
 
+import gzip
 import json
+import os
 from collections import Counter
 from itertools import islice
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from ssd_train.prompts import DatasetPrompts, Prompt, Split, split_of, take
 from ssd_train.tiny.checker import category
@@ -72,19 +76,93 @@ def test_grammar_prompts_give_every_split_all_categories_alike():
         assert set(Counter(category(p.text) for p in take(GrammarPrompts(), [split], 60)).values()) == {10}
 
 
-def test_a_text_file_holds_a_prompt_a_line(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text("a cat\n\n  \na dog, sitting\n")
+FILES = {
+    "prompts.txt": "a cat\n\n  \na dog, sitting\n",
+    "windows.TXT": "\ufeffa cat\r\n\r\n  \r\na dog, sitting",
+    "prompts[1].txt": "a cat\n\n\na dog, sitting\n",
+    "prompts.jsonl": '{"text": "a cat", "id": 3}\n\n{"text": null}\n{"text": "a dog, sitting"}\n',
+    "lines.json": '\ufeff{"text": "a cat"}\n{"text": ""}\n{"text": " "}\n{"text": "a dog, sitting"}',
+    "list.json": '[{"text": "a cat"}, {"text": ""}, {"text": null}, {"text": "a dog, sitting"}]',
+    "prompts.csv": 'id,text\n1,a cat\n2,\n3," "\n4,"a dog, sitting"\n',
+    "prompts.tsv": "text\tid\r\na cat\t1\r\n\t2\r\n \t3\r\na dog, sitting\t4\r\n",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("name, content", FILES.items(), ids=FILES.keys())
+def test_a_file_of_prompts(tmp_path, monkeypatch, name, content, packed):
+    """Of every kind: rows without a prompt keep their numbers; no other file is read, nothing is cached or guessed."""
+    monkeypatch.setenv("HF_HOME", "/dev/null/nowhere")
+    (tmp_path / "prompts1.txt").write_text("another file\n")
+    path = tmp_path / (name + ".GZ" * packed)
+    path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
     assert list(DatasetPrompts(str(path))) == [Prompt(0, "a cat"), Prompt(3, "a dog, sitting")]
+    changed = path.stat()
+    content = content.replace("cat", "cow")
+    path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    os.utime(path, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    assert next(iter(DatasetPrompts(str(path)))).text == "a cow"
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_a_jsonl_file_holds_an_object_a_line(tmp_path, suffix):
-    path = tmp_path / f"prompts.{suffix}"
-    path.write_text("".join(json.dumps({"caption": text, "id": 3}) + "\n" for text in ("a cat", "a dog")))
-    assert [p.text for p in DatasetPrompts(str(path), column="caption")] == ["a cat", "a dog"]
-    with pytest.raises(ValueError, match=r"has columns \['caption', 'id'\], not \['text'\]; set model.prompts.column"):
-        list(DatasetPrompts(str(path)))
+def test_a_parquet_file_of_prompts(tmp_path):
+    parquet.write_table(pyarrow.table({"text": ["a cat", None, "", "a dog"]}), tmp_path / "prompts.parquet")
+    assert list(DatasetPrompts(str(tmp_path / "prompts.parquet"))) == [Prompt(0, "a cat"), Prompt(3, "a dog")]
+
+
+LONG = '{"text": "%s"}\n' % ("word " * 2001)
+REFUSED = [
+    (
+        "big.jsonl",
+        '{"text": "a cat"}\n' * 700_000 + '{"text": 12}\n',
+        r"line 700001: column 'text' holds 12; expected",
+    ),
+    ("bad.jsonl", '{"text": "a cat"}\n{"text": "a do', r"bad.jsonl, line 2: no JSON \(.*\); set model"),
+    ("deep.jsonl", "[" * 100_000, r"deep.jsonl, line 1: no JSON"),
+    ("number.json", "12\n", r"number.json, line 1: '12' is no object; expected one with a column of prompts"),
+    ("list.json", '[{"text": "a cat"}, 3]', r"list.json, object 2: '3' is no object"),
+    (
+        "other.jsonl",
+        '{"caption": "a cat", "id": 1}',
+        r"other.jsonl, line 1: there are columns \['caption', 'id'\], ",
+    ),
+    (
+        "other.csv",
+        "caption,id\na cat,1\n",
+        r"other.csv, line 2: there are columns \['caption', 'id'\], not 'text'",
+    ),
+    ("wide.csv", "text\na cat,and a dog\n", r"wide.csv, line 2: more fields than the header's \['text'\]"),
+    ("long.jsonl", LONG, r"long.jsonl, line 1: a prompt of 10005 characters; expected at most 10000"),
+    ("empty.txt", "", r"empty.txt is empty; expected a prompt a line"),
+    ("latin.txt", b"a caf\xe9\n", r"latin.txt is not UTF-8 \(.*0xe9.*\); save it as such"),
+    (
+        "cut.txt.gz",
+        gzip.compress(b"a cat\n" * 9999)[:60],
+        r"cut.txt.gz cannot be read to its end \(.*\); make",
+    ),
+    ("no.txt.gz", b"a cat\n", r"no.txt.gz cannot be read to its end \(.*gzipped.*\); make"),
+    ("no.parquet", b"a cat\n", r"no.parquet cannot be read to its end \(row 1: .*\); make"),
+    (
+        "prompts.docx",
+        b"a cat\n",
+        r"prompts.docx is a file of another kind than .txt, .jsonl, .* set model",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, content, message", REFUSED, ids=[name for name, *_ in REFUSED])
+def test_a_file_that_is_no_list_of_prompts_is_refused_by_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        list(DatasetPrompts(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("path, message", [
+    ("", "model.prompts.path is empty; set model.prompts.path to a file of your own: prompts.txt with"),
+    ("nowhere.jsonl", r"no prompts to be had from nowhere.jsonl: there is no such file; set model.prompts.path"),
+])  # fmt: skip
+def test_no_file_is_said(path, message):
+    with pytest.raises(ValueError, match=message):
+        list(DatasetPrompts(path))
 
 
 def test_a_datasets_source_is_read_by_its_split(tmp_path):
@@ -114,52 +192,27 @@ def test_rows_behind_the_last_prompt_wanted_are_not_read(tmp_path, caplog):
     assert "1 of the first 2 rows" in caplog.text
 
 
-def test_a_row_that_holds_no_text_is_named(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": 1}\n{"text": 2}\n')
-    with pytest.raises(ValueError, match=r"prompts.jsonl: row 0 has 1 in column 'text'; expected text"):
-        list(DatasetPrompts(str(path)))
-
-
-WHAT_TO_DO = r"Set model.prompts.path to a file of your own: prompts.txt .*HF_HOME"
-
-
-@pytest.mark.parametrize("path, why", [
-    ("vivym/midjourney-prompts", "vivym/midjourney-prompts"), ("nowhere.jsonl", "Unable to find"),
-])  # fmt: skip
-def test_a_source_that_is_not_to_be_had_says_what_to_do(path, why, monkeypatch):
+def test_a_data_set_that_is_not_to_be_had_says_what_to_do(monkeypatch):
     """Offline, as all tests are."""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=rf"no prompts to be had from {path} \(.*{why}.*\)\. {WHAT_TO_DO}"):
-        list(DatasetPrompts(path, column="prompt"))
-
-
-@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
-def test_an_empty_file_is_named(tmp_path, name):
-    (tmp_path / name).write_text("")
-    with pytest.raises(ValueError, match=rf"{name} is empty; expected a prompt a line"):
-        list(DatasetPrompts(str(tmp_path / name)))
-
-
-def test_a_file_that_is_not_json_says_what_to_do(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("a cat\na dog\n")
-    with pytest.raises(ValueError, match=rf"no prompts to be had from \S+prompts.jsonl \(.+\)\. {WHAT_TO_DO}"):
-        list(DatasetPrompts(str(path)))
+    name = "vivym/midjourney-prompts"
+    with pytest.raises(ValueError, match=rf"no prompts to be had from {name} \(.*{name}.*HF_HOME.* Or set"):
+        list(DatasetPrompts(name, column="prompt"))
 
 
 def test_images_come_with_their_captions(tmp_path):
-    """Paths of image files in a JSONL file, loaded only when asked for."""
+    """Paths beside the list, loaded when asked for; a row without a picture is left out like one without a prompt."""
     picture = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
     Image.fromarray(picture).save(tmp_path / "0.png")
     path = tmp_path / "prompts.jsonl"
-    rows = [{"text": "a cat", "image": str(tmp_path / "0.png")}, {"text": "a dog", "image": str(tmp_path / "none.png")}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [("a cat", "0.png"), ("a cow", None), ("a dog", "none.png"), ("a hen", ""), (None, "0.png")]
+    path.write_text("".join(json.dumps({"text": text, "image": image}) + "\n" for text, image in rows))
     prompts = list(DatasetPrompts(str(path), image_column="image"))
+    assert [(p.index, p.text) for p in prompts] == [(0, "a cat"), (2, "a dog")]
     assert np.array_equal(prompts[0].image(), picture)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=r"prompts.jsonl, line 3: the picture \S+/none.png cannot be read \(No such"):
         prompts[1].image()
-    with pytest.raises(ValueError, match=r"not \['photo'\]; set model.prompts.column or model.prompts.image_column"):
+    with pytest.raises(ValueError, match=r"line 1: .*, not 'photo'; set model.prompts.column or"):
         list(DatasetPrompts(str(path), image_column="photo"))
 
 

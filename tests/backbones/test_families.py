@@ -14,9 +14,9 @@ import micro_lumina
 import pytest
 import torch
 import yaml
+from composing import composed
 from hydra.utils import instantiate
 from safetensors.torch import load_file
-from test_plan import composed
 
 from ssd_train.backbones.emu3 import Emu3
 from ssd_train.backbones.janus import Janus
@@ -111,7 +111,7 @@ def test_without_the_published_prompts_the_command_says_what_to_do(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "no prompts to be had from vivym/midjourney-prompts" in done.stderr
-    assert "Set model.prompts.path to a file of your own" in done.stderr
+    assert "set model.prompts.path to a file of your own" in done.stderr
     assert "checkpoint" not in done.stderr
 
 

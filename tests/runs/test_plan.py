@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed
 from hydra.errors import InstantiationException
 from memory import Peak
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssd_train import config, stages
+from ssd_train import stages
 from ssd_train.backbones.kv_cache import KVCache
 from ssd_train.backbones.sketches import sketch
 from ssd_train.cache.shards import CacheDtype
@@ -29,12 +29,6 @@ from ssd_train.runs.run import Run
 from ssd_train.training.module import HeadModule
 
 CLOSE = (0.95, 1.3)  # estimate over measurement
-
-
-def composed(*overrides):
-    config.register()
-    with initialize_config_dir(str(config.conf_dir()), version_base="1.3"):
-        return compose("config", ["output=unused", "device=cpu", *overrides])
 
 
 def sizes(model):
