@@ -1,37 +1,36 @@
 """Decoders compared on the same prompts and seeds, with the heads as exported.
 
-The unit of work is a batch of prompts by one decoder, kept under ``parts``: processes share the batches, and a
-run that was cut off goes on with those that are missing.
+What was decoded is kept under ``parts`` (see :mod:`ssd_train.runs.decoders`).
 """
 
-import copy
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
-from time import perf_counter
-from typing import Any
 
 import safetensors.torch
 import torch
-import yaml
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor
 
-import ssd_train
-from ssd_train import config
-from ssd_train.backbones.base import PromptBatch
-from ssd_train.decoding.engine import Decoder
+from ssd_train.decoding.engine import Decoded
 from ssd_train.decoding.trace import Trace
 from ssd_train.draws import sample_seed
 from ssd_train.evaluation import metrics, plots, report
-from ssd_train.heads.export import load_heads, read_config, write_card
-from ssd_train.processes.files import sha256, share_out, write_atomically
+from ssd_train.heads.export import read_config, write_card
+from ssd_train.processes.files import write_atomically
 from ssd_train.prompts import Prompt, Split
 from ssd_train.runs import tracking
+from ssd_train.runs.decoders import (
+    Sample,
+    can_draw,
+    configured_decoders,
+    decode_parts,
+    decoder_nodes,
+    identity,
+    make_decoders,
+    time_decoders,
+)
 from ssd_train.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -52,14 +51,27 @@ def run(run: Run, folder: str = "decode") -> None:
     """Leaves the report in this folder of the output."""
     cfg, backbone = run.cfg.decode, run.backbone
     prompts = run.prompts([Split.TEST], cfg.prompts)
+    samples = [Sample(p.text, sample_seed(run.cfg.seed, p.index)) for p in prompts]
     decoders = make_decoders(run)
     directory = run.output / folder
-    drawn = _can_draw(run)
-    parts = {name: run.output / "parts" / _identity(run, name, d, prompts, drawn) for name, d in decoders.items()}
-    seconds, drafting = _time(run, decoders, prompts[: cfg.timed_images])
-    run.meet()
-    for name, decoder in decoders.items():
-        _decode(run, decoder, prompts, name, parts[name], drawn)
+    drawn = can_draw(run)
+    content = drawn, run.cfg.model.get("scorer"), [[p.index, p.text] for p in prompts]
+    parts = {name: run.output / "parts" / identity(run, name, d, *content) for name, d in decoders.items()}
+    seconds, drafting = time_decoders(run, decoders, samples[: cfg.timed_images])
+    scorer = _optional(run, "scorer")
+
+    def measure(batch: Sequence[Sample], decoded: Decoded) -> dict[str, Tensor]:
+        """The trace and, of images that are drawn, their texture [B] and, if there is a scorer, whether they are right
+        [B]."""
+        tensors = {f"trace.{key}": tensor for key, tensor in decoded.trace.tensors().items()}
+        if drawn:
+            images = backbone.decode_pixels(decoded.tokens)
+            tensors |= {f"texture.{key}": tensor for key, tensor in metrics.texture(images).items()}
+            if scorer is not None:
+                tensors["right"] = torch.as_tensor(scorer(images.numpy(), [sample.text for sample in batch]))
+        return tensors
+
+    files = {name: decode_parts(run, d, samples, name, parts[name], measure) for name, d in decoders.items()}
     run.meet()
     if run.world.rank > 0:
         return
@@ -68,7 +80,7 @@ def run(run: Run, folder: str = "decode") -> None:
     first = {prompt.text: i for i, prompt in reversed(list(enumerate(prompts)))}
     shown = sorted(first.values())[: cfg.pictures]  # a caption once
     for name, decoder in decoders.items():
-        found, traces = _gather(parts[name], len(_batches(prompts, cfg.batch_size)))
+        found, traces = _gather(files[name])
         tokens, right = found["tokens"], found.get("right")
         if unsound := sum(trace.unsound for trace in traces):
             log.warning(
@@ -110,131 +122,14 @@ def run(run: Run, folder: str = "decode") -> None:
     log.info("report in %s\n%s%s", directory / "report.md", f"{run.cfg.note}\n\n" if run.cfg.note else "", table)
 
 
-def decoder_nodes(run: Run) -> dict[str, Any]:
-    """The configured decoders and their variations, by name. Raises ValueError for a variation of nothing."""
-    nodes = dict(run.cfg.decoder.items())
-    for variation in run.cfg.decode.vary:
-        key, values = variation.split("=", 1)
-        name, setting = key.split(".", 1)
-        for value in yaml.safe_load(f"[{values}]"):
-            node = copy.deepcopy(run.cfg.decoder[name])
-            if OmegaConf.select(node, setting, default=MISSING) is MISSING:
-                raise ValueError(f"decode.vary: {name} has no setting {setting}; expected one that its yaml names")
-            OmegaConf.update(node, setting, value)
-            nodes[f"{name} {setting.rsplit('.', 1)[-1]}={value}"] = node
-    return nodes
-
-
-def configured_decoders(run: Run) -> dict[str, Decoder]:
-    """The same, built. Raises ValueError naming the one that cannot be."""
-    decoders = {}
-    for name, node in decoder_nodes(run).items():
-        try:
-            decoders[name] = instantiate(node)
-        except InstantiationException as error:
-            raise ValueError(f"decoder {name}: {error}") from error
-    return decoders
-
-
-def make_decoders(run: Run) -> dict[str, Decoder]:
-    """The decoders, bound to the backbone and the exported heads. Raises ValueError if one does not fit."""
-    heads = load_heads(run.heads_dir, run.backbone) if (run.heads_dir / "config.json").exists() else None
-    decoders = configured_decoders(run)
-    for name, decoder in decoders.items():
-        try:
-            decoder.bind(run.backbone, heads)
-        except ValueError as error:
-            raise ValueError(f"decoder {name}: {error}") from error
-    return decoders
-
-
 def _optional(run: Run, name: str) -> Callable | None:
     """What model.<name> says, where the model has it."""
     return instantiate(run.cfg.model[name]) if run.cfg.model.get(name) else None
 
 
-def _context(run: Run, prompts: list[Prompt]) -> tuple[PromptBatch, list[int]]:
-    context = run.backbone.encode_prompts([p.text for p in prompts])
-    return context, [sample_seed(run.cfg.seed, p.index) for p in prompts]
-
-
-def _identity(run: Run, name: str, decoder: Decoder, prompts: list[Prompt], drawn: bool) -> str:
-    """Of everything that decides what one decoder makes of the prompts and how that scores, our own code included."""
-    node = decoder_nodes(run)[name]
-    files = [run.heads_dir / "model.safetensors", *_files(OmegaConf.to_container(node, resolve=True))]
-    files += sorted(Path(ssd_train.__file__).parent.rglob("*.py"))
-    models = [run.backbone, *filter(None, [getattr(decoder.drafter, "backbone", None)])]
-    return config.fingerprint(
-        [model.fingerprint for model in models], run.cfg.model.backbone, vars(run.sampling), run.cfg.seed, node,
-        drawn, run.cfg.model.get("scorer"), run.cfg.decode.batch_size, [[p.index, p.text] for p in prompts],
-        [sha256(path) for path in files if path.exists()],
-    )  # fmt: skip
-
-
-def _files(node: Any) -> list[Path]:
-    """Those that a decoder's settings name."""
-    if isinstance(node, dict | list):
-        return [file for value in (node.values() if isinstance(node, dict) else node) for file in _files(value)]
-    return [Path(node)] if isinstance(node, str) and os.sep in node and Path(node).is_file() else []
-
-
-def _time(run: Run, decoders: dict[str, Decoder], prompts: list[Prompt]) -> tuple[dict, dict]:
-    """Median seconds an image at batch 1, and the share spent drafting, by decoder. Decoders take turns on each image,
-    so that a slow spell of the machine hits all of them; the first image warms up and is not counted. One process
-    measures while the others wait."""
-    if run.world.rank > 0:
-        return {}, {}
-    seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    traces: dict[str, list[Trace]] = {name: [] for name in decoders}
-    warm_up = prompts[:1]
-    for number, prompt in enumerate(run.progress([*warm_up, *prompts], desc="timing", unit="image")):
-        for name, decoder in decoders.items():
-            context, seeds = _context(run, [prompt])
-            start = perf_counter()
-            decoded = decoder(run.backbone, context, seeds, run.sampling)
-            decoded.tokens.cpu()
-            elapsed = perf_counter() - start
-            if number:
-                seconds[name].append(elapsed)
-                traces[name].append(decoder(run.backbone, context, seeds, run.sampling, timed=True).trace)
-    return (
-        {name: median(values) for name, values in seconds.items()},
-        {name: metrics.draft_fraction(values) for name, values in traces.items()},
-    )
-
-
-def _decode(run: Run, decoder: Decoder, prompts: list[Prompt], name: str, directory: Path, drawn: bool) -> None:
-    """Makes the parts of one decoder that are not there, shared with the other processes. A part holds tokens
-    [B, h, w] int64, nll [B] float64, the trace and, of images that are ``drawn``, their texture [B] and, where there is
-    a scorer, whether they are right [B]."""
-    directory.mkdir(parents=True, exist_ok=True)
-    batches, scorer = _batches(prompts, run.cfg.decode.batch_size), _optional(run, "scorer")
-    with run.progress(total=len(batches), desc=name, unit="batch") as bar:
-
-        def is_there(i: int, again: bool) -> bool:
-            there = _part(directory, i).exists()
-            bar.update(there)
-            return there
-
-        for i in share_out(directory / "claims.lock", range(len(batches)), is_there):
-            context, seeds = _context(run, batches[i])
-            decoded = decoder(run.backbone, context, seeds, run.sampling)
-            nll = metrics.negative_log_likelihood(run.backbone, context, decoded.tokens, run.sampling)
-            tensors = {"tokens": decoded.tokens, "nll": nll}
-            tensors |= {f"trace.{key}": tensor for key, tensor in decoded.trace.tensors().items()}
-            if drawn:
-                images = run.backbone.decode_pixels(decoded.tokens)
-                tensors |= {f"texture.{key}": tensor for key, tensor in metrics.texture(images).items()}
-                if scorer is not None:
-                    tensors["right"] = torch.as_tensor(scorer(images.numpy(), [p.text for p in batches[i]]))
-            tensors = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
-            write_atomically(_part(directory, i), safetensors.torch.save(tensors))
-            bar.update()
-
-
-def _gather(directory: Path, parts: int) -> tuple[dict[str, Tensor], list[Trace]]:
+def _gather(files: list[Path]) -> tuple[dict[str, Tensor], list[Trace]]:
     """What the parts hold of each image, [N, ...], and a trace a batch."""
-    loaded = [safetensors.torch.load_file(_part(directory, i)) for i in range(parts)]
+    loaded = [safetensors.torch.load_file(file) for file in files]
     traces = [Trace.of_tensors(_under("trace.", part)) for part in loaded]
     images = {key: torch.cat([part[key] for part in loaded]) for key in loaded[0] if not key.startswith("trace.")}
     return images, traces
@@ -242,24 +137,6 @@ def _gather(directory: Path, parts: int) -> tuple[dict[str, Tensor], list[Trace]
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-
-
-def _part(directory: Path, i: int) -> Path:
-    return directory / f"{i:05d}.safetensors"
-
-
-def _batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
-    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
-
-
-def _can_draw(run: Run) -> bool:
-    """Whether the backbone can make pixels. If not, a warning says why; tokens are kept in any case."""
-    try:
-        run.backbone.decode_pixels(torch.zeros(1, run.backbone.grid.height, run.backbone.grid.width, dtype=torch.int64))
-    except FileNotFoundError as error:
-        log.warning("no pictures: %s", error)
-        return False
-    return True
 
 
 def _by_category(run: Run, prompts: list[Prompt], right: Tensor) -> dict | None:

@@ -37,8 +37,8 @@ from ssd_train.distributions import Sampling, guided_probabilities
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Heads, HeadSpec
 from ssd_train.prompts import Split, split_of
+from ssd_train.runs.decoders import configured_decoders
 from ssd_train.stages import phrases as stage
-from ssd_train.stages.decode import configured_decoders
 
 # -- learning -----------------------------------------------------------------------------------------------------
 
