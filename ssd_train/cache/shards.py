@@ -73,7 +73,9 @@ class Sample:
            dtype: CacheDtype) -> "Sample":  # fmt: skip
         """From states [S, L, d], which are converted where they lie. Raises CacheError if one is not finite."""
         states = pack(hidden, dtype)
-        if not all(tensor.isfinite().all() for tensor in states.values() if tensor.is_floating_point()):
+        # NaN is the largest and smallest of what it is among; isfinite() of everything takes ten times as long.
+        extremes = [x for t in states.values() if t.is_floating_point() for x in (t.amax(), t.amin())]
+        if not all(x.isfinite() for x in extremes):
             raise CacheError(
                 f"a state of sample {index} ({prompt!r}) is NaN or infinite: the backbone overflowed; try "
                 "model.backbone.dtype=float32"
@@ -372,8 +374,9 @@ class ShardCache:
             with temporary.open("wb") as file:
 
                 def write(part: bytes | memoryview) -> None:
-                    file.write(part)
-                    digest.update(part)
+                    for start in range(0, len(part), CHUNK):
+                        file.write(part[start : start + CHUNK])
+                        digest.update(part[start : start + CHUNK])
 
                 for sample in samples:
                     for part in _encode(sample):

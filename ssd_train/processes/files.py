@@ -75,34 +75,59 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class Claims:
+    """A process's claims on pieces of work: locks on bytes of one file, all of which end when it is closed. Another
+    object of the process on that file would end them too."""
+
+    def __init__(self, lock: Path):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        self._file = lock.open("a")
+
+    def __enter__(self) -> "Claims":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def take(self, piece: int, wait: bool) -> bool:
+        """Whether this process alone may make a piece until it is released. What another process has claimed is waited
+        for, or with ``wait`` false not had."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, piece)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def release(self, piece: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, piece)
+
+
 @contextmanager
 def claim(lock: Path, piece: int = 0, wait: bool = True) -> Iterator[bool]:
-    """Yields whether this process alone may make a piece until the context ends. What another process has claimed is
-    waited for, or with ``wait`` false not had. A process can hold one claim a file at a time."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, piece)
-        except (BlockingIOError, PermissionError):
-            yield False
-        else:
-            yield True
+    """Yields whether this process alone may make a piece until the context ends; see :class:`Claims`."""
+    with Claims(lock) as claims:
+        yield claims.take(piece, wait)
 
 
-def share_out(lock: Path, pieces: Iterable[int], is_there: Callable[[int, bool], bool]) -> Iterator[int]:
-    """Yields each piece that this process is to make, claimed until the next is asked for; at the end all are there.
+def share_out(claims: Claims, pieces: Iterable[int], is_there: Callable[[int, bool], bool],
+              finish: Callable[[], None] = lambda: None) -> Iterator[int]:  # fmt: skip
+    """Yields each piece that this process is to make, and to release when it is made; at the end all are there.
 
     First come the pieces that no other process is making, then those that the others have not finished, should they
     have died. ``is_there(piece, again)`` says whether a piece needs no making; ``again`` is true when it was in another
-    process's hands before.
+    process's hands before. ``finish`` makes and releases what was yielded and is not released yet: processes that
+    waited for each other's would never end.
     """
     pieces = list(pieces)
     for wait in False, True:
         elsewhere = []
         for piece in pieces:
-            with claim(lock, piece, wait) as mine:
-                if not mine:
-                    elsewhere.append(piece)
-                elif not is_there(piece, wait):
-                    yield piece
+            if wait:
+                finish()
+            if not claims.take(piece, wait):
+                elsewhere.append(piece)
+            elif is_there(piece, wait):
+                claims.release(piece)
+            else:
+                yield piece
         pieces = elsewhere

@@ -28,7 +28,7 @@ from ssd_train.decoding.engine import Decoded, Decoder
 from ssd_train.decoding.trace import Trace
 from ssd_train.evaluation import metrics
 from ssd_train.heads.export import load_heads
-from ssd_train.processes.files import sha256, share_out, write_atomically
+from ssd_train.processes.files import Claims, sha256, share_out, write_atomically
 from ssd_train.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -149,20 +149,21 @@ def decode_parts(
     size = run.cfg.decode.batch_size
     batches = [samples[start : start + size] for start in range(0, len(samples), size)]
     files = [directory / f"{i * size:06d}-{i * size + len(batch):06d}.safetensors" for i, batch in enumerate(batches)]
-    with run.progress(total=len(batches), desc=name, unit="batch") as bar:
+    with Claims(directory / "claims.lock") as claims, run.progress(total=len(batches), desc=name, unit="batch") as bar:
 
         def is_there(i: int, again: bool) -> bool:
             there = files[i].exists()
             bar.update(there)
             return there
 
-        for i in share_out(directory / "claims.lock", range(len(batches)), is_there):
+        for i in share_out(claims, range(len(batches)), is_there):
             context, seeds = _context(run, batches[i])
             decoded = decoder(run.backbone, context, seeds, run.sampling)
             nll = metrics.negative_log_likelihood(run.backbone, context, decoded.tokens, run.sampling)
             tensors = {"tokens": decoded.tokens, "nll": nll} | measure(batches[i], decoded)
             tensors = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
             write_atomically(files[i], safetensors.torch.save(tensors))
+            claims.release(i)
             bar.update()
     return files
 

@@ -25,12 +25,13 @@ from ssd_train.cache.shards import (
     sample_bytes,
     unpack,
 )
+from ssd_train.cache.writer import ShardWriter
 from ssd_train.config import CacheSource, Stage
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
 from ssd_train.draws import sample_seed
-from ssd_train.processes.files import claim, remove_strays, share_out
+from ssd_train.processes.files import Claims, claim, remove_strays, share_out
 from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.runs import plan
 from ssd_train.runs.run import Run
@@ -82,8 +83,12 @@ def run(run: Run) -> None:
         if not cache.manifest_path.exists():
             cache.pin(identity(run) | _checks(run, prompts))
     cache.check(identity(run))
-    made = 0
-    with run.progress(total=len(missing), desc="cache", unit="shard") as bar:
+    made, start = 0, time.perf_counter()
+    with (
+        run.progress(total=len(missing), desc="cache", unit="shard") as bar,
+        Claims(cache.claims) as claims,
+        ShardWriter(cache, cfg.batch_size, claims.release) as writer,
+    ):
 
         def is_there(shard: int, again: bool) -> bool:
             # What another process has just made needs no hashing.
@@ -91,16 +96,18 @@ def run(run: Run) -> None:
             bar.update(there)
             return there
 
-        for i in share_out(cache.claims, missing, is_there):
+        for i in share_out(claims, missing, is_there, writer.finish):
             if cache.path(i).exists():
                 log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
-            cache.write(i, _samples(run, shards[i], f"shard {i}"))
+            writer.write(i, _samples(run, shards[i], f"shard {i}"))
             made += 1
             bar.update()
+        writer.finish()
+    waited = writer.waited / (time.perf_counter() - start)
     cache.write_index(len(shards))
     log.info(
-        "cache %s is complete: %d samples in %d shards, %d of them made now",
-        cache.directory, len(prompts), len(shards), made,
+        "cache %s is complete: %d samples in %d shards, %d of them made now; %.1f%% of the time went into waiting for "
+        "the writer", cache.directory, len(prompts), len(shards), made, 100 * waited,
     )  # fmt: skip
 
 

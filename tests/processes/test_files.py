@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ssd_train.processes import files
-from ssd_train.processes.files import claim, remove_strays, replacing, share_out
+from ssd_train.processes.files import Claims, claim, remove_strays, replacing, share_out
 
 
 @pytest.fixture
@@ -99,7 +99,8 @@ def test_each_piece_is_made_once_and_a_dead_process_s_by_another(tmp_path, fork)
     log = tmp_path / "made"
 
     def work(dies):
-        pieces = share_out(tmp_path / "claims.lock", range(12), lambda i, again: (tmp_path / str(i)).exists())
+        claims = Claims(tmp_path / "claims.lock")
+        pieces = share_out(claims, range(12), lambda i, again: (tmp_path / str(i)).exists())
         for made, piece in enumerate(pieces):
             if dies and made == 1:
                 os._exit(1)
@@ -107,6 +108,7 @@ def test_each_piece_is_made_once_and_a_dead_process_s_by_another(tmp_path, fork)
             with log.open("a") as file:
                 file.write(f"{piece}\n")
             (tmp_path / str(piece)).touch()
+            claims.release(piece)
 
     fork(lambda: work(dies=True))
     fork(lambda: work(dies=False))
