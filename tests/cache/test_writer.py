@@ -1,5 +1,6 @@
 """The thread that writes shards: what it writes, in what order it lets go, and what errors on either side leave."""
 
+import os
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from ssd_train.cache.shards import CacheDtype, CacheError, Sample, ShardCache
 from ssd_train.cache.writer import ShardWriter
+from ssd_train.processes.files import Claims, share_out
 
 
 @pytest.fixture
@@ -108,3 +110,29 @@ def test_an_error_of_the_caller_gives_up_only_the_shard_in_the_making(cache):
         run()
     assert names(cache) == ["00000.json", "00000.tar", "00001.json", "00001.tar"]
     assert not [thread for thread in threading.enumerate() if "_run" in thread.name]
+
+
+def test_processes_with_writers_share_shards(cache, tmp_path):
+    """Three of them: each shard is made once, by one, to the bytes that one alone makes."""
+
+    def work(rank):
+        with Claims(tmp_path / "claims.lock") as claims, ShardWriter(cache, 2, claims.release) as writer:
+            pieces = share_out(claims, range(12), lambda i, again: cache.entry(i) is not None, writer.finish)
+            for shard in pieces:
+                (tmp_path / f"made-{shard}-{rank}").touch()
+                writer.write(shard, samples(shard))
+
+    children = []
+    for rank in range(3):
+        children.append(os.fork())
+        if not children[-1]:
+            try:
+                work(rank)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("made-*")) == list(range(12))
+    (tmp_path / "alone").mkdir()
+    alone = ShardCache(tmp_path / "alone")
+    assert [alone.write(i, samples(i)) for i in range(12)] == [cache.entry(i, verify=True) for i in range(12)]

@@ -114,3 +114,29 @@ def test_each_piece_is_made_once_and_a_dead_process_s_by_another(tmp_path, fork)
     fork(lambda: work(dies=False))
     work(dies=False)
     assert sorted(map(int, log.read_text().split())) == list(range(12))
+
+
+def test_processes_that_hold_a_piece_each_do_not_wait_for_each_other_for_ever(tmp_path, fork):
+    """Both come to wait for the other's piece before their own is made."""
+
+    def work(first):
+        mine = []
+
+        def finish():
+            for piece in mine:
+                (tmp_path / str(piece)).touch()
+                claims.release(piece)
+            mine.clear()
+
+        with Claims(tmp_path / "claims.lock") as claims:
+            pieces = share_out(claims, [first, 1 - first], lambda i, again: (tmp_path / str(i)).exists(), finish)
+            for piece in pieces:
+                mine.append(piece)
+                (tmp_path / f"claimed {piece}").touch()
+                while not (tmp_path / f"claimed {1 - piece}").exists():
+                    time.sleep(0.001)
+            finish()
+
+    fork(lambda: work(1))
+    work(0)
+    assert {path.name for path in tmp_path.glob("?")} == {"0", "1"}
