@@ -55,6 +55,8 @@ class CacheConfig:
     shard_size: int = 64
     batch_size: int = 64  # part of a shard's definition: another one alters rounding, never the draws
     dtype: CacheDtype = CacheDtype.bfloat16
+    # What draws, of decoder=[...]; an exact one, with the heads of decode.heads. Default: token by token
+    decoder: str | None = None
     verify: bool = True  # hash every shard that is already there, not just its size
 
 
@@ -146,8 +148,9 @@ def register() -> None:
 def cache_fingerprint(cfg: Config) -> str:
     """Of everything that decides what is in a cache, but for how many samples there are."""
     model = (cfg.model[key] for key in ("name", "backbone", "sampling", "prompts"))
-    cache = {k: str(v) for k, v in cfg.cache.items() if k not in ("dir", "samples", "verify")}
-    return fingerprint(*model, cache, cfg.seed)
+    cache = {k: str(v) for k, v in cfg.cache.items() if k not in ("dir", "samples", "verify", "decoder")}
+    decoder = [cfg.decoder[cfg.cache.decoder], cfg.decode.heads] if cfg.cache.decoder else []
+    return fingerprint(*model, cache, cfg.seed, *decoder)
 
 
 def cache_dir(cfg: Config) -> Path | str:
@@ -284,6 +287,14 @@ def check(cfg: Config) -> None:
         raise ValueError(f"train.epochs is {cfg.train.epochs}; expected more than 0")
     if not any(cfg.head.loss.values()):
         raise ValueError("every weight in head.loss is 0; expected at least one above 0")
+    if cfg.cache.decoder is not None and cfg.cache.decoder not in cfg.decoder:
+        raise ValueError(
+            f"cache.decoder is {cfg.cache.decoder}; expected one of decoder={sorted(cfg.decoder)}, or add it there"
+        )
+    if cfg.cache.decoder is not None and cfg.cache.source is CacheSource.images:
+        raise ValueError(
+            f"cache.decoder is {cfg.cache.decoder}, but cache.source=images draws nothing; expected cache.decoder=null"
+        )
     for variation in cfg.decode.vary:
         if variation.split(".")[0] not in cfg.decoder or "=" not in variation:
             raise ValueError(

@@ -5,16 +5,22 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
 import transformers
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 from torch import Tensor
 
 import ssd_train
 from ssd_train.backbones.base import Backbone
 from ssd_train.backbones.kv_cache import Slots
+from ssd_train.backbones.sketches import UnknownSize, sketch
 from ssd_train.cache.shards import (
     CacheDtype,
     CacheError,
@@ -31,7 +37,8 @@ from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
 from ssd_train.draws import sample_seed
-from ssd_train.processes.files import Claims, claim, remove_strays, share_out
+from ssd_train.heads.export import load_heads
+from ssd_train.processes.files import Claims, claim, remove_strays, sha256, share_out
 from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.runs import plan
 from ssd_train.runs.run import Run
@@ -44,7 +51,12 @@ position, are off by order 1."""
 
 
 def check(run: Run) -> None:
+    """Raises ValueError if there are too few prompts, or cache.decoder cannot be built or is lossy."""
     _prompts(run)
+    if run.cfg.cache.decoder:
+        decoder = _configured(run)
+        with suppress(UnknownSize):
+            _require_exact(run, decoder, sketch(run.cfg.model))
 
 
 def run(run: Run) -> None:
@@ -77,6 +89,7 @@ def run(run: Run) -> None:
         if not cache.remote:
             cache.write_index(len(shards))
         return
+    decoder = _decoder(run)
     _estimate(run, cache, sum(len(shards[i]) for i in missing), prompts)
     remove_strays(cache.directory)
     with claim(cache.directory / "manifest.lock"):
@@ -99,7 +112,7 @@ def run(run: Run) -> None:
         for i in share_out(claims, missing, is_there, writer.finish):
             if cache.path(i).exists():
                 log.warning("%s is incomplete, damaged or too short; it is made again", cache.path(i))
-            writer.write(i, _samples(run, shards[i], f"shard {i}"))
+            writer.write(i, _samples(run, decoder, shards[i], f"shard {i}"))
             made += 1
             bar.update()
         writer.finish()
@@ -156,10 +169,20 @@ def identity(run: Run) -> dict:
         "dtype": str(cfg.dtype.value),
         "shard_size": cfg.shard_size,
         "batch_size": cfg.batch_size,
+        "decoder": _decoder_identity(run),
         "versions": {
             "torch": torch.__version__, "transformers": transformers.__version__, "ssd_train": ssd_train.__version__
         },
     }  # fmt: skip
+
+
+def _decoder_identity(run: Run) -> dict | None:
+    """Of cache.decoder and its heads; none for token by token, as before there were others."""
+    if run.cfg.cache.decoder is None:
+        return None
+    settings = OmegaConf.to_container(run.cfg.decoder[run.cfg.cache.decoder], resolve=True, enum_to_str=True)
+    heads = sha256(run.heads_dir / "model.safetensors") if run.cfg.decode.heads else None
+    return {"name": run.cfg.cache.decoder, "settings": settings, "heads": heads}
 
 
 def _checks(run: Run, prompts: list[Prompt]) -> dict:
@@ -213,8 +236,8 @@ def _estimate(run: Run, cache: ShardCache, samples: int, prompts: list[Prompt]) 
     if cfg.source is CacheSource.generated:
         seconds *= backbone.grid.size
     log.info(
-        "cache: %d samples to make, %.2f GB (%.1f GB free) and about %.1f minutes",
-        samples, size / 1e9, free / 1e9, seconds / 60,
+        "cache: %d samples to make, %.2f GB (%.1f GB free) and about %.1f minutes%s",
+        samples, size / 1e9, free / 1e9, seconds / 60, " if it were token by token" * bool(cfg.decoder),
     )  # fmt: skip
     if size > free:
         raise CacheError(
@@ -245,9 +268,9 @@ def _seconds_a_pass(backbone: Backbone, texts: list[str], guidance: float) -> fl
     return (time.perf_counter() - start) / 3 * 1.15
 
 
-def _samples(run: Run, prompts: list[Prompt], what: str) -> Iterator[Sample]:
+def _samples(run: Run, decoder: Decoder, prompts: list[Prompt], what: str) -> Iterator[Sample]:
     batch_size = run.cfg.cache.batch_size
-    make = _generate if run.cfg.cache.source is CacheSource.generated else _encode_images
+    make = _encode_images if run.cfg.cache.source is CacheSource.images else partial(_generate, decoder)
     for start in run.progress(range(0, len(prompts), batch_size), desc=what, unit="batch", leave=False):
         batch = prompts[start : start + batch_size]
         seeds = [sample_seed(run.cfg.seed, p.index) for p in batch]
@@ -259,10 +282,40 @@ def _samples(run: Run, prompts: list[Prompt], what: str) -> Iterator[Sample]:
             )  # fmt: skip
 
 
-def _generate(run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:
-    """AR sampling with CFG; the states are those that the sampling itself used."""
+def _configured(run: Run) -> Decoder:
+    """What cache.decoder names. Raises ValueError if it cannot be built."""
+    name = run.cfg.cache.decoder
+    try:
+        return instantiate(run.cfg.decoder[name])
+    except InstantiationException as error:
+        raise ValueError(f"cache.decoder={name}: {error}") from error
+
+
+def _require_exact(run: Run, decoder: Decoder, backbone: Backbone) -> None:
+    if not decoder.exact(backbone):
+        raise ValueError(
+            f"cache.decoder={run.cfg.cache.decoder} is lossy with these settings: heads would learn from images that "
+            "the backbone does not draw; expected an exact decoder, such as ar or ssd_coupled"
+        )
+
+
+def _decoder(run: Run) -> Decoder:
+    """What draws the samples. Raises ValueError if it is lossy, or does not fit the backbone or the heads."""
+    name = run.cfg.cache.decoder
+    if name is None:
+        return Decoder(Autoregressive())
+    decoder = _configured(run)
+    _require_exact(run, decoder, run.backbone)
+    try:
+        return decoder.bind(run.backbone, load_heads(run.heads_dir, run.backbone) if run.cfg.decode.heads else None)
+    except ValueError as error:
+        raise ValueError(f"cache.decoder={name}, with decode.heads={run.cfg.decode.heads}: {error}") from error
+
+
+def _generate(decoder: Decoder, run: Run, prompts: list[Prompt], seeds: list[int]) -> tuple[Tensor, Tensor]:
+    """Sampling with CFG; the states are those that an exact decoder leaves: of the passes that saw the final tokens."""
     context = run.backbone.encode_prompts([p.text for p in prompts])
-    decoded = Decoder(Autoregressive())(run.backbone, context, seeds, run.sampling)
+    decoded = decoder(run.backbone, context, seeds, run.sampling)
     return decoded.tokens, decoded.hidden
 
 

@@ -15,13 +15,18 @@ import micro
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 
 from ssd_train.cache.shards import CacheDtype, CacheError, ShardCache
 from ssd_train.decoding.engine import Decoder
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import acceptance_rate, guided_probabilities
+from ssd_train.heads.export import save_heads
+from ssd_train.heads.predictors import Heads, HeadSpec
+from ssd_train.processes.files import sha256
 from ssd_train.prompts import Split
+from ssd_train.runs.run import Run
 from ssd_train.stages import cache as stage
 from ssd_train.training.datamodule import Shards
 
@@ -142,6 +147,61 @@ def test_images_without_images_are_refused_before_anything(make_run, tmp_path):
     run = make_run(tmp_path, "cache.source=images", *prompts)
     with pytest.raises(ValueError, match=r"model.prompts gives no images; set model.prompts.image_column"):
         stage.check(run)
+
+
+@pytest.fixture(scope="module")
+def heads(make_run, tmp_path_factory):
+    """An export of heads for the micro backbone that draft badly, but not the same everywhere."""
+    run = make_run(tmp_path_factory.mktemp("heads"))
+    spec = HeadSpec(run.backbone.width, run.backbone.vocabulary, 2, 2)
+    torch.manual_seed(0)
+    heads = Heads(spec)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    save_heads(run.output / "heads", heads, run.backbone, {"samples": 0, "steps": 0, "epochs": 0})
+    return run.output / "heads"
+
+
+@pytest.mark.parametrize("decoder", ["sjd_coupled", "ssd_coupled", "eagle", "mtp"])
+def test_states_that_an_exact_decoder_leaves_are_teacher_forced_ones(make_run, tmp_path, heads, decoder):
+    """And the manifest pins the decoder and its heads."""
+    settings = [f"decoder=[ar,{decoder}]", f"cache.decoder={decoder}", f"decode.heads={heads}", "cache.samples=10"]
+    run = make_run(tmp_path, *settings, "cache.shard_size=10", "stages=[cache]")
+    stage.check(run)
+    stage.run(run)
+    samples = all_samples(tmp_path / "cache")
+    assert len({tuple(sample.tokens.flatten().tolist()) for sample in samples}) > 8
+    for sample in samples:
+        context = run.backbone.encode_prompts([sample.prompt])
+        forced = run.backbone.teacher_force(context, sample.tokens.long().flatten()[None])
+        assert torch.allclose(sample.hidden, forced[:, 0].float(), rtol=1e-5, atol=1e-6)
+    pinned = ShardCache(run.cache_dir).manifest()["decoder"]
+    assert pinned["name"] == decoder
+    assert pinned["settings"]["schedule"] == OmegaConf.to_container(run.cfg.decoder[decoder].schedule, resolve=True)
+    assert pinned["heads"] == sha256(heads / "model.safetensors")
+    for other in ["cache.decoder=null", "cache.decoder=ar", f"+decoder.{decoder}.common_noise=true"]:
+        with pytest.raises(CacheError, match=r"decoder: cache \{.*'name': '"):
+            stage.run(make_run(tmp_path, *settings, "cache.shard_size=10", "stages=[cache]", other))
+
+
+@pytest.mark.parametrize("overrides, message", [
+    (["decoder=[ar,ssd]", "cache.decoder=ssd"], "cache.decoder=ssd is lossy with these settings"),
+    (["decoder=[ar,csd]", "cache.decoder=csd"], "cache.decoder=csd is lossy"),
+    (["decoder=[ar]", "cache.decoder=ssd_coupled"], r"cache.decoder is ssd_coupled; expected one of decoder=\['ar'\]"),
+    (["decoder=[ar]", "cache.decoder=ar", "cache.source=images"], "cache.source=images draws nothing"),
+])  # fmt: skip
+def test_a_decoder_that_must_not_fill_a_cache_is_refused_before_anything_is_loaded(
+    make_run, tmp_path, monkeypatch, overrides, message
+):
+    monkeypatch.setattr(Run, "backbone", property(lambda run: pytest.fail("loaded")))
+    with pytest.raises(ValueError, match=message):
+        stage.check(make_run(tmp_path, *overrides))
+
+
+def test_a_decoder_without_its_heads_is_refused_by_name(make_run, tmp_path):
+    run = make_run(tmp_path, "decoder=[ar,ssd_coupled]", "cache.decoder=ssd_coupled")
+    with pytest.raises(ValueError, match=r"cache.decoder=ssd_coupled, with decode.heads=None: .*heads"):
+        stage.run(run)
 
 
 # -- before it starts ---------------------------------------------------------------------------------------------
@@ -321,8 +381,8 @@ def test_a_state_that_is_nan_stops_the_run_with_its_prompt(make_run, tmp_path, m
     prompt = run.prompts([Split.TRAIN, Split.VALIDATION], 60)[23].text
     generate, shard = stage._generate, iter(range(100))
 
-    def overflow(run, prompts, seeds):
-        tokens, hidden = generate(run, prompts, seeds)
+    def overflow(*args):
+        tokens, hidden = generate(*args)
         if next(shard) == 2:  # the second shard's first batch
             hidden = hidden.clone()
             hidden[0, 3, 5, 0] = float("nan")
