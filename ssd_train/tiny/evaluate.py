@@ -16,8 +16,9 @@ import torch
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 
 from .checker import score
+from .sampler import columns_of
 from .scenes import CATEGORIES, PATCH, render, sample_scene
-from .train import columns_of, evaluate, make_batch, sample_and_score, save_grid, token_losses
+from .train import evaluate, make_batch, sample_and_score, save_grid, token_losses
 from .train_vq import decode, encode
 from .train_vq import evaluate as evaluate_vq
 

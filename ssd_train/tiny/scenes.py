@@ -118,7 +118,8 @@ def parse_caption(text: str) -> Requirement:
     return requirement
 
 
-def _sample_requirement(rng: np.random.Generator, category: str) -> Requirement:
+def sample_requirement(rng: np.random.Generator, category: str) -> Requirement:
+    """What a random caption of `category` asks for."""
     colours = [str(c) for c in rng.permutation(list(COLOURS))]
     shapes = [str(s) for s in rng.permutation(SHAPES)]
     if category == "single":
@@ -179,9 +180,9 @@ def sample_scene(
 ) -> Scene:
     """A scene of `category` (uniformly random when None) with a wanted caption, `width` pixels wide."""
     category = category or CATEGORIES[rng.integers(len(CATEGORIES))]
-    requirement = _sample_requirement(rng, category)
+    requirement = sample_requirement(rng, category)
     while not wanted(requirement.text()):
-        requirement = _sample_requirement(rng, category)
+        requirement = sample_requirement(rng, category)
     items = [item for item in requirement.items for _ in range(item.count)]
     # Colours the caption leaves open still differ between objects.
     spare = iter(rng.permutation([c for c in COLOURS if c not in {i.colour for i in requirement.items}]))

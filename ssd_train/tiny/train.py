@@ -31,7 +31,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     JanusConfig,
     JanusForConditionalGeneration,
@@ -42,6 +41,7 @@ from transformers import (
 )
 
 from .checker import score
+from .sampler import attention_mask, positions, sample
 from .scenes import CATEGORIES, GRID, PATCH, SIZE, object_patches, render, sample_scene
 from .tokenizer import BOI, PROMPT_LENGTH, build_tokenizer, encode_prompts, unconditional
 from .train_vq import decode, encode, vq_config
@@ -94,11 +94,6 @@ def build_model(
     return model
 
 
-def columns_of(model: JanusForConditionalGeneration) -> int:
-    """Image tokens in a row."""
-    return model.config.vision_config.num_image_tokens // GRID
-
-
 def save(model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write model (language model float16, VQ float32) and tokenizer; readers never see half a file."""
     state = {k: v if "vqmodel" in k else v.half() for k, v in model.state_dict().items()}
@@ -135,18 +130,6 @@ def make_batch(
     return Batch(*encode_prompts(tokenizer, [s.caption for s in scenes]), encode(vq, np.stack(images)), on_object)
 
 
-def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position ids int64 that skip the left padding of mask bool [B,N]."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)
-
-
-def attention_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Causal mask bool [B,1,N,N] (True: attend) that hides the padding; padding attends to itself only."""
-    n = mask.shape[1]
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    return (causal & mask[:, None, :] | torch.eye(n, dtype=torch.bool))[:, None]
-
-
 def token_losses(
     model: JanusForConditionalGeneration, ids: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor,
     position_ids: torch.Tensor,
@@ -162,11 +145,12 @@ def token_losses(
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
 
 
-def batch_losses(fn, model: JanusForConditionalGeneration, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-    """`token_losses` (or its compiled form `fn`) of a batch under the prompts `ids`; float32 [B,L]."""
-    full = F.pad(batch.mask, (0, batch.tokens.shape[1] - 1), value=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        return fn(model, ids, batch.tokens, attention_mask(full), positions(full))
+def batch_losses(
+    fn, model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """`token_losses` (or its compiled form `fn`) of images under the prompts `ids` with `mask`; float32 [B,L]."""
+    full = F.pad(mask, (0, tokens.shape[1] - 1), value=True)
+    return fn(model, ids, tokens, attention_mask(full), positions(full))
 
 
 @torch.no_grad()
@@ -175,40 +159,14 @@ def evaluate(fn, model, tokenizer: PreTrainedTokenizerFast, batches: Sequence[Ba
     model.eval()
     with_, without, on = [], [], torch.cat([b.on_object for b in batches])
     for b in batches:
-        with_.append(batch_losses(fn, model, b, b.ids))
-        without.append(batch_losses(fn, model, b, unconditional(tokenizer, b.ids)))
+        with_.append(batch_losses(fn, model, b.ids, b.mask, b.tokens))
+        without.append(batch_losses(fn, model, unconditional(tokenizer, b.ids), b.mask, b.tokens))
     c, u = torch.cat(with_), torch.cat(without)
     rows = {
         "cond": c.mean(), "uncond": u.mean(), "gain": (u - c).mean(), "object_cond": c[on].mean(),
         "object_gain": (u - c)[on].mean(), "gain_per_image": (u - c).sum(1).mean(),
     }  # fmt: skip
     return {k: round(v.item(), 4) for k, v in rows.items()}
-
-
-@torch.no_grad()
-def sample(
-    model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, captions: Sequence[str],
-    guidance: float, seed: int, temperature: float = 1.0,
-) -> torch.Tensor:  # fmt: skip
-    """Image tokens int64 [B,L] by autoregressive sampling, both guidance streams in one batch."""
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids, mask = encode_prompts(tokenizer, captions)
-    ids, mask = torch.cat([ids, unconditional(tokenizer, ids)]), mask.repeat(2, 1)
-    cache = DynamicCache()
-    embeds, position_ids = model.get_input_embeddings()(ids), positions(mask)
-    attention, out = attention_mask(mask), []
-    for _ in range(GRID * columns_of(model)):
-        hidden = model.model.language_model(
-            inputs_embeds=embeds, attention_mask=attention, position_ids=position_ids, past_key_values=cache
-        ).last_hidden_state[:, -1]
-        cond, uncond = model.model.generation_head(hidden).float().chunk(2)
-        probs = ((uncond + guidance * (cond - uncond)) / temperature).softmax(-1)
-        out.append(torch.multinomial(probs, 1, generator=generator))
-        embeds = model.prepare_embeddings_for_image_generation(out[-1].repeat(2, 1))
-        mask = F.pad(mask, (0, 1), value=True)
-        attention, position_ids = mask[:, None, None], position_ids[:, -1:] + 1
-    return torch.cat(out, 1)
 
 
 def prompts(n: int, seed: int) -> list[str]:
@@ -225,7 +183,8 @@ def sample_and_score(
     captions = prompts(n, seed)
     images = []
     for i in range(0, n, 96):
-        tokens = sample(model, tokenizer, captions[i : i + 96], guidance, seed + i, temperature)
+        generator = torch.Generator().manual_seed(seed + i)
+        tokens, _ = sample(model, tokenizer, captions[i : i + 96], guidance, temperature, generator)
         images.append(decode(model.model.vqmodel, tokens))
     images = np.concatenate(images)
     return images, captions, {k: round(v, 4) for k, v in score(images, captions).items()}
@@ -251,6 +210,35 @@ def save_grid(images: np.ndarray, captions: Sequence[str], path: Path, columns: 
     pyplot.close(figure)
 
 
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` in float32. That one orthogonalises in bfloat16, and where the processor has to emulate it
+    a step takes twice as long as the gradient of 32 images."""
+
+    def __init__(self, params: Sequence[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 1 - momentum)
+                update = orthogonalise(p.grad.lerp(mean, momentum))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def orthogonalise(x: torch.Tensor) -> torch.Tensor:
+    """A matrix with the singular vectors of x and singular values near one, by Muon's Newton-Schulz iteration."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if tall else x
+
+
 def optimizers(model: JanusForConditionalGeneration, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the decoder layers' matrices, AdamW for what remains of the trained path."""
     m = model.model
@@ -259,7 +247,7 @@ def optimizers(model: JanusForConditionalGeneration, args: argparse.Namespace) -
     inside = {id(p) for p in matrices}
     rest = [p for part in path for p in part.parameters() if id(p) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=0.01),
+        Muon(matrices, lr=args.muon_lr),
         torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -321,7 +309,8 @@ def train(args: argparse.Namespace) -> None:
         batch = make_batch(rng, vq, tokenizer, per_process, calm=1 - texture, columns=args.columns)
         drop = torch.from_numpy(rng.uniform(size=(per_process, 1)) < 0.1)
         ids = torch.where(drop, unconditional(tokenizer, batch.ids), batch.ids)
-        nll = batch_losses(fn, model, batch, ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            nll = batch_losses(fn, model, ids, batch.mask, batch.tokens)
         weight = torch.where(batch.on_object, boost, 1.0)
         ((nll * weight).sum() / weight.sum()).backward()
         if world > 1:
@@ -379,6 +368,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--grid-minutes", type=float, default=8, help="minutes between checkpoints")
     parser.add_argument("--guidance", type=float, default=2.0, help="for the sample grids")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for a processor that has it")
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
