@@ -77,8 +77,10 @@ def train(args: argparse.Namespace) -> None:
     recent = {c: deque(maxlen=args.window) for c in CATEGORIES}
     while (done := (time.time() - began) / 60 / args.minutes) < 1:
         captions, categories = draw_captions(rng, args.images)
-        drawn = [sample(model, tokenizer, captions[i : i + 48], guidance, temperature, generator)
-                 for i in range(0, args.images, 48)]  # fmt: skip
+        drawn = [
+            sample(model, tokenizer, captions[i : i + 48], guidance, temperature, generator)
+            for i in range(0, args.images, 48)
+        ]
         tokens, before = (torch.cat(t) for t in zip(*drawn, strict=True))
         images = decode(vq, tokens)
         right, judged = check_batch(images, captions), near_objects(images)
@@ -92,9 +94,12 @@ def train(args: argparse.Namespace) -> None:
             real_ids = torch.where(drop, unconditional(tokenizer, real.ids), real.ids)
             own = torch.from_numpy(pair.T.reshape(-1))
             losses = batch_losses(
-                token_losses, model, torch.cat([real_ids, ids[own]]), torch.cat([real.mask, mask[own]]),
+                token_losses,
+                model,
+                torch.cat([real_ids, ids[own]]),
+                torch.cat([real.mask, mask[own]]),
                 torch.cat([real.tokens, tokens[own]]),
-            )  # fmt: skip
+            )
             gain = ((-losses[args.batch :] - before[own]) * judged[own]).sum(1)
             good, bad = gain.chunk(2)
             nll = losses[: args.batch].mean()

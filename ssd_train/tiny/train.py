@@ -4,7 +4,10 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m ssd_train.tiny.train ...   # shares each batch
     # On to a grid twice as wide, the one that the README measures:
     torchrun --nproc-per-node 2 -m ssd_train.tiny.train --init data/tiny --columns 32 --out runs/wide --minutes 42 \\
-        --batch 16 --begin 0.4 --decay-from 0.5 --boost 2 --fade 0.5 0.75 --muon-lr 0.01 --adam-lr 1.5e-3
+        --batch 16 --begin 0.4 --decay-from 0.5 --boost 2 --fade 0.5 0.75 --muon-lr 0.01 --adam-lr 1.5e-3 \\
+        --bf16
+
+`--bf16` pays only where `lscpu` lists avx512_bf16 or amx_bf16: emulated, a step takes fifteen times as long.
 
 Single-threaded processes that meet once a step bear a busy machine far better than threads that meet in
 every operation.
@@ -212,7 +215,7 @@ def save_grid(images: np.ndarray, captions: Sequence[str], path: Path, columns: 
 
 class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` in float32. That one orthogonalises in bfloat16, and where the processor has to emulate it
-    a step takes twice as long as the gradient of 32 images."""
+    a step takes twice as long as the gradient of 32 images does."""
 
     def __init__(self, params: Sequence[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
