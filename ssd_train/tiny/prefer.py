@@ -1,6 +1,6 @@
 """Train a tiny backbone on its own images: the ones the checker calls right against the ones it calls wrong.
 
-    python -m ssd_train.tiny.prefer --init runs/tiny --out data/tiny --minutes 20
+    python -m ssd_train.tiny.prefer --init runs/tiny --out data/tiny --minutes 20.5
 
 What the captions say is a few nats of an image's 580, so the plain loss hardly sees whether an object too many was
 drawn. Here the backbone draws captions of the training split as the decoders will, guided, and the loss prefers its
@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, JanusForConditionalGeneration
+from transformers import JanusForConditionalGeneration
 
 from ssd_train.prompts import Split, split_of
 
 from .checker import MIN_CHROMA, check_batch
 from .sampler import sample
 from .scenes import CATEGORIES, PATCH, sample_requirement
-from .tokenizer import encode_prompts, unconditional
+from .tokenizer import build_tokenizer, encode_prompts, unconditional
 from .train import batch_losses, make_batch, save, token_losses
 from .train_vq import decode
 
@@ -67,7 +67,7 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator().manual_seed(args.seed)
     model = JanusForConditionalGeneration.from_pretrained(args.init)
-    tokenizer, vq = AutoTokenizer.from_pretrained(args.init), model.model.vqmodel.eval()
+    tokenizer, vq = build_tokenizer(), model.model.vqmodel.eval()
     guidance, temperature = model.generation_config.guidance_scale, model.generation_config.temperature
     m = model.model
     parts = (m.language_model, m.generation_embeddings, m.generation_aligner, m.generation_head)
