@@ -29,6 +29,7 @@ class Stage(Enum):
     decode = "decode"
     phrases = "phrases"
     benchmark = "benchmark"
+    evaluate = "evaluate"
 
 
 class CacheSource(Enum):
@@ -128,6 +129,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     decoder: dict[str, Any] = field(default_factory=dict)
+    suite: Any = None  # of the evaluate stage
     logger: Any = None
     seed: int = 0
     device: str = "auto"
@@ -250,6 +252,8 @@ LEAST = {
     "head.loss.total_variation": 0,
     "head.loss.kl": 0,
     "threads": 1,
+    "suite.images_per_prompt": 1,
+    "suite.limit": 1,
 }
 
 
@@ -301,8 +305,13 @@ def check(cfg: Config) -> None:
                 f"decode.vary holds {variation!r}; expected <decoder>.<setting>=<value>,<value>... with a decoder of "
                 f"{sorted(cfg.decoder)}"
             )
+    if Stage.evaluate in cfg.stages and (cfg.suite is None or OmegaConf.is_missing(cfg.suite, "path")):
+        raise ValueError(
+            f"stages holds evaluate, which needs +suite=<name>, one of {', '.join(choices('suite'))}, and suite.path, "
+            "where its official prompts are"
+        )
     device(cfg)
-    if Stage.decode in cfg.stages and Stage.phrases not in cfg.stages:
+    if {Stage.decode, Stage.benchmark, Stage.evaluate} & set(cfg.stages) and Stage.phrases not in cfg.stages:
         for name in cfg.decoder:
             library = (cfg.decoder[name].get("rule") or {}).get("library")
             if isinstance(library, str):

@@ -47,7 +47,7 @@ def fits(node):
 
 def test_all_groups_are_looked_at():
     groups = {path.name for path in config.conf_dir().iterdir() if path.is_dir()}
-    assert groups == {"model", "head", "decoder", "logger", "experiment"}
+    assert groups == {"model", "head", "decoder", "logger", "experiment", "suite"}
     assert {"tiny", "janus_pro_1b", "janus_pro_7b", "lumina", "emu3"} <= set(MODELS)
 
 

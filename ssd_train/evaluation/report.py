@@ -38,7 +38,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -234,7 +234,12 @@ def table_markdown(report: dict) -> str:
                 "texture": _format(entry.get("texture"), "{0[laplacian_variance]:.0f}"),
             }
         )
-    alignment = [":--", ":-:"] + ["--:"] * (len(table[0]) - 2)
+    return markdown(table, [":--", ":-:"])
+
+
+def markdown(table: Sequence[dict[str, str]], alignment: list[str]) -> str:
+    """Rows of cells by column, all with the same columns; those beyond ``alignment`` are right-aligned."""
+    alignment = alignment + ["--:"] * (len(table[0]) - len(alignment))
     rows = [table[0], alignment, *(row.values() for row in table)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

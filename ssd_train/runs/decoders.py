@@ -79,14 +79,16 @@ def make_decoders(run: Run) -> dict[str, Decoder]:
     return decoders
 
 
-def can_draw(run: Run) -> bool:
-    """Whether the backbone can make pixels. If not, a warning says why; tokens are kept in any case."""
+def picture_shape(run: Run) -> tuple[int, int] | None:
+    """(height, width) in pixels; null if the backbone cannot make any. Then a warning says why; tokens are kept in any
+    case."""
+    grid = run.backbone.grid
     try:
-        run.backbone.decode_pixels(torch.zeros(1, run.backbone.grid.height, run.backbone.grid.width, dtype=torch.int64))
+        pictures = run.backbone.decode_pixels(torch.zeros(1, grid.height, grid.width, dtype=torch.int64))
     except FileNotFoundError as error:
         log.warning("no pictures: %s", error)
-        return False
-    return True
+        return None
+    return tuple(pictures.shape[1:3])
 
 
 def identity(run: Run, name: str, decoder: Decoder, *content: Any) -> str:

@@ -529,7 +529,7 @@ def check_fit(cfg: Config, s: Sizes, memory: int, device: str) -> None:
             f"{cfg.model.name} does not fit: its weights alone are {s.weights / GB:.1f} GB, and there are "
             f"{have}; use another device, or a narrower model.backbone.dtype"
         )
-    stages = {stage.name for stage in cfg.stages}
+    stages = {"decode" if stage in (Stage.benchmark, Stage.evaluate) else stage.name for stage in cfg.stages}
     for setting, (value, need) in needs(cfg, s).items():
         if setting.split(".")[0] not in stages or need(value) <= memory:
             continue

@@ -23,12 +23,12 @@ from ssd_train.prompts import Prompt, Split
 from ssd_train.runs import tracking
 from ssd_train.runs.decoders import (
     Sample,
-    can_draw,
     configured_decoders,
     decode_parts,
     decoder_nodes,
     identity,
     make_decoders,
+    picture_shape,
     time_decoders,
 )
 from ssd_train.runs.run import Run
@@ -54,7 +54,7 @@ def run(run: Run, folder: str = "decode") -> None:
     samples = [Sample(p.text, sample_seed(run.cfg.seed, p.index)) for p in prompts]
     decoders = make_decoders(run)
     directory = run.output / folder
-    drawn = can_draw(run)
+    drawn = picture_shape(run) is not None
     content = drawn, run.cfg.model.get("scorer"), [[p.index, p.text] for p in prompts]
     parts = {name: run.output / "parts" / identity(run, name, d, *content) for name, d in decoders.items()}
     seconds, drafting = time_decoders(run, decoders, samples[: cfg.timed_images])
