@@ -19,7 +19,7 @@ from ssd_train.evaluation import networks, report
 from ssd_train.evaluation.suites.base import Interval, Suite, SuitePrompt, load_picture
 from ssd_train.evaluation.suites.published import published
 from ssd_train.heads.export import read_config
-from ssd_train.processes.files import read_json, remove_strays, share_out, write_atomically, write_json
+from ssd_train.processes.files import Claims, read_json, remove_strays, share_out, write_atomically, write_json
 from ssd_train.prompts import Split, split_of
 from ssd_train.runs.decoders import (
     Sample,
@@ -139,9 +139,11 @@ def _draw(run: Run, suite: Suite, folder: Path, prompts: Sequence[SuitePrompt], 
     if not missing:
         return
     tokens = _tensor(files, "tokens").unflatten(0, (len(prompts), -1))
-    todo = share_out(files[0].parent / "pictures.lock", missing, is_there)
-    for i in run.progress(todo, desc=f"{folder.name}: pictures", unit="prompt"):
-        suite.save(folder, prompts[i], run.backbone.decode_pixels(tokens[i]).numpy())
+    with Claims(files[0].parent / "pictures.lock") as claims:
+        todo = share_out(claims, missing, is_there)
+        for i in run.progress(todo, desc=f"{folder.name}: pictures", unit="prompt"):
+            suite.save(folder, prompts[i], run.backbone.decode_pixels(tokens[i]).numpy())
+            claims.release(i)
 
 
 def _tensor(files: Sequence[Path], key: str) -> Tensor:

@@ -176,7 +176,7 @@ def geneval_results(path, prompts, wrong=(), drop=0, **changes):
     """As GenEval's scorer writes them."""
     rows = [
         {"filename": f"/x/ar/{p.id}/samples/{i:04d}.png", "tag": p.metadata["tag"], "prompt": p.text,
-         "correct": (p.row, i) not in wrong, "reason": "", "metadata": json.dumps(p.metadata), "details": "{}"} | changes
+         "correct": (p.row, i) not in wrong, "reason": "", "metadata": json.dumps(p.metadata)} | changes
         for p in prompts for i in range(4)
     ]  # fmt: skip
     return written(path, "".join(json.dumps(row) + "\n" for row in rows[drop:]))
