@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from ssd_train.cache.shards import CacheDtype, place
 from ssd_train.decoding import phrases
+from ssd_train.heads.corrector import CorrectorSpec
 
 
 class Stage(Enum):
@@ -77,12 +78,24 @@ class LossConfig:
 
 
 @dataclass
+class CorrectorConfig:
+    """A training step's pairs come from as many images of the batch as hold them, each fed once more."""
+
+    width: int = 512
+    depth: int = 1
+    context: int = 5  # how many of the nearest neighbours that come before a position it sees
+    pairs: int = 512  # a step, at most
+    loss: LossConfig = field(default_factory=lambda: LossConfig(kl=0.05))
+
+
+@dataclass
 class HeadConfig:
     k_horizontal: int = 5
     k_vertical: int = 5
     hidden: int | None = None  # 2 * width of the backbone
     space: Space = Space.latent
     context: int = 1  # neighbours in the row above that a vertical head sees; odd
+    corrector: CorrectorConfig | None = field(default_factory=CorrectorConfig)  # null: none
     loss: LossConfig = field(default_factory=LossConfig)
     condition_drop: float = 0.1  # share of samples trained on their unconditional stream
     lr: float = 1e-4
@@ -160,6 +173,11 @@ def cache_dir(cfg: Config) -> Path | str:
     if cfg.cache.dir:
         return place(cfg.cache.dir)
     return Path("runs/cache") / f"{cfg.model.name}-{cache_fingerprint(cfg)}"
+
+
+def corrector_spec(head: HeadConfig) -> CorrectorSpec | None:
+    corrector = head.corrector
+    return corrector and CorrectorSpec(corrector.width, corrector.depth, corrector.context)
 
 
 def _cache_dir(*, _root_: DictConfig) -> str:
@@ -248,9 +266,8 @@ LEAST = {
     "head.hidden": 1,
     "head.warmup_steps": 0,
     "head.weight_decay": 0,
-    "head.loss.smooth_l1": 0,
-    "head.loss.total_variation": 0,
-    "head.loss.kl": 0,
+    **{f"head.{of}loss.{term}": 0 for of in ("", "corrector.") for term in ("smooth_l1", "total_variation", "kl")},
+    **{f"head.corrector.{setting}": 1 for setting in ("width", "depth", "context", "pairs")},
     "threads": 1,
     "suite.images_per_prompt": 1,
     "suite.limit": 1,
@@ -289,8 +306,10 @@ def check(cfg: Config) -> None:
         raise ValueError(f"head.ema is {cfg.head.ema}; expected a decay between 0 and 1, or null for none")
     if cfg.train.epochs <= 0:
         raise ValueError(f"train.epochs is {cfg.train.epochs}; expected more than 0")
-    if not any(cfg.head.loss.values()):
-        raise ValueError("every weight in head.loss is 0; expected at least one above 0")
+    for name in "head.loss", "head.corrector.loss":
+        weights = OmegaConf.select(cfg, name)
+        if weights is not None and not any(weights.values()):
+            raise ValueError(f"every weight in {name} is 0; expected at least one above 0")
     if cfg.cache.decoder is not None and cfg.cache.decoder not in cfg.decoder:
         raise ValueError(
             f"cache.decoder is {cfg.cache.decoder}; expected one of decoder={sorted(cfg.decoder)}, or add it there"
@@ -310,6 +329,13 @@ def check(cfg: Config) -> None:
             f"stages holds evaluate, which needs +suite=<name>, one of {', '.join(choices('suite'))}, and suite.path, "
             "where its official prompts are"
         )
+    if Stage.train in cfg.stages and cfg.head.corrector is None and not cfg.decode.heads:
+        for name, node in cfg.decoder.items():
+            if (node.get("drafter") or {}).get("sweeps"):
+                raise ValueError(
+                    f"decoder {name} corrects drafts, and head.corrector is null; expected {name}.drafter.sweeps=0, "
+                    "other decoders, or a corrector"
+                )
     device(cfg)
     if {Stage.decode, Stage.benchmark, Stage.evaluate} & set(cfg.stages) and Stage.phrases not in cfg.stages:
         for name in cfg.decoder:

@@ -60,7 +60,9 @@ def settings(checkpoint):
 
     def build(directory, *overrides):
         places = [f"cache.dir={directory}/cache", f"output={directory}/run", f"model.backbone.checkpoint={checkpoint}"]
-        return [*MICRO, *places, *overrides]
+        # Hydra cannot set a part of what is null.
+        without = [] if any("head.corrector" in override for override in overrides) else ["head.corrector=null"]
+        return [*MICRO, *without, *places, *overrides]
 
     return build
 

@@ -225,7 +225,7 @@ def test_without_a_model_the_choices_are_listed(main, nothing_runs):
         ("decoder.ssd.rule._target_=ssd_train.nowhere", "decoder ssd: .*ssd_train.nowhere"),
         (
             "decode.vary=['sd.schedule.rounds=1']",
-            r"decode.vary holds 'sd.schedule.rounds=1'; .*\['ar', 'ssd', 'ssd_coupled'\]",
+            r"decode.vary holds 'sd.schedule.rounds=1'; .*\['ar', 'ssd', 'ssd_corrected'\]",
         ),
         ("decode.vary=['ssd.schedule.round=1']", "decode.vary: ssd has no setting schedule.round"),
         ("++model.scorer._target_=ssd_train.nowhere", "ssd_train.nowhere"),
@@ -297,10 +297,15 @@ def test_heads_that_reach_over_the_grid_are_refused_before_anything_is_cached(ma
 # -- whole runs ---------------------------------------------------------------------------------------------------
 
 
+CORRECTOR = "head.corrector.width=8", "head.corrector.pairs=16"
+
+
 @pytest.fixture
 def micro_experiment(settings, tmp_path):
     """The micro run as an experiment yaml of a user's own folder, found with --config-dir."""
-    lines = [line.lstrip("+") for line in settings(tmp_path) if line != "+model=tiny" and line != "decoder=ar"]
+    lines = [
+        line.lstrip("+") for line in settings(tmp_path, *CORRECTOR) if line != "+model=tiny" and line != "decoder=ar"
+    ]
     cfg = OmegaConf.from_dotlist([line for line in lines if line != "logger=csv"])
     folder = tmp_path / "own" / "experiment"
     folder.mkdir(parents=True)
@@ -313,7 +318,7 @@ def test_a_run_goes_from_prompts_to_a_report(main, micro_experiment, tmp_path):
     arguments = [*micro_experiment, "decode.vary=['ssd.schedule.rounds=0']", "note='only a trial'"]
     assert main(*arguments) is None
     report = json.loads((tmp_path / "run/decode/report.json").read_text())
-    assert set(report["decoders"]) == {"ar", "ssd", "ssd rounds=0", "ssd_coupled"}
+    assert set(report["decoders"]) == {"ar", "ssd", "ssd rounds=0", "ssd_corrected"}
     assert report["note"] == "only a trial"
     assert "only a trial" in (tmp_path / "run/decode/report.md").read_text()
     made = [*(tmp_path / "run/checkpoints").iterdir(), tmp_path / "run/heads/model.safetensors"]
@@ -368,7 +373,7 @@ def test_the_smoke_experiment_runs_every_stage(tmp_path):
     done = command_line("+model=tiny", "+experiment=smoke", "threads=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "runs/tiny-smoke/decode/report.json").read_text())
-    assert set(report["decoders"]) == {"ar", "ssd", "ssd_coupled"}
+    assert set(report["decoders"]) == {"ar", "ssd", "ssd_corrected"}
     assert report["decoders"]["ar"]["passes"] == 256
     for text in done.stdout, (tmp_path / "runs/tiny-smoke/decode/report.md").read_text(), report["note"]:
         assert "figures mean nothing" in text

@@ -129,7 +129,7 @@ class Decoder:
             with state.clock("judge"):
                 items, accepted = self._judge(state, [step.judge for step in steps], any(s.fresh for s in steps))
             bounds = items.bounds
-            if self.drafter is not None and self.drafter.revise:
+            if self.drafter is not None and self.drafter.sweeps:
                 with state.clock("draft"):
                     self._revise(state, items)
         read = cache(lambda: [] if accepted is None else accepted.tolist())
@@ -184,25 +184,30 @@ class Decoder:
         return items, verdict.accepted
 
     def _revise(self, state: State, judged: Items) -> None:
-        """Judged positions whose left neighbour now stands otherwise than it was fed: brings their drafts to where the
-        drafter expects p to go, re-drawing as few as possible. A revised draft is a function of the tokens before it
-        alone, so an exact schedule stays exact."""
-        b, left = judged.sample, judged.position - 1
-        stale = (judged.position % state.grid.width > 0) & (state.tokens[b, left] != state.fed[b, left])
-        chosen = stale.nonzero().squeeze(1)
-        if not len(chosen):
-            return
-        host = chosen.cpu().numpy()
-        items = Items(judged.host_sample[host], judged.host_position[host], b[chosen], judged.position[chosen], [])
-        q = state.usable(self.drafter.revise(state, items))
-        if self.common_noise:
-            token = race(q, state.noise(items))
-        else:
-            draft, u = state.tokens[items.sample, items.position], state.draw(items)
-            accept, weight = Strict()(q, state.q[items.sample, items.position % state.window], draft)
-            u_accept, u_redraw = u[:, Purpose.REVISE_ACCEPT], u[:, Purpose.REVISE_REDRAW]
-            token = accept_and_redraw(draft, accept, weight, u_accept, u_redraw).token
-        state.put(items, token, q)
+        """Sweeps over the judged positions: where neighbours stand otherwise than a position last saw them, its draft
+        is brought to the distribution that the drafter then expects, from the backbone's own state, re-drawing as few
+        as possible. A revised draft is a function of what stands before it and of numbers that nothing else has seen,
+        so an exact schedule stays exact whatever the drafter expects. Stops when nothing moves."""
+        b, near = judged.sample[:, None], self.drafter.context[judged.position]
+        hidden, left = state.hidden[:, judged.sample, judged.position], state.hidden[:, judged.sample, near[:, 0]]
+        fed = seen = state.fed[b, near]
+        for sweep in range(self.drafter.sweeps):
+            now = state.tokens[b, near]
+            moved = (now != seen).any(1).nonzero().squeeze(1)
+            if not len(moved):
+                break
+            seen, items = now, judged.choose(moved)
+            corrected = self.drafter.correct(state, hidden[:, moved], left[:, moved], fed[moved], now[moved])
+            state.hidden[:, items.sample, items.position] = corrected
+            q = state.usable(guided_probabilities(state.backbone.readout(corrected), state.sampling))
+            if self.common_noise:
+                token = race(q, state.noise(items))
+            else:
+                draft, u = state.tokens[items.sample, items.position], state.draw(items, sweep)
+                accept, weight = Strict()(q, state.q[items.sample, items.position % state.window], draft)
+                u_accept, u_redraw = u[:, Purpose.REVISE_ACCEPT], u[:, Purpose.REVISE_REDRAW]
+                token = accept_and_redraw(draft, accept, weight, u_accept, u_redraw).token
+            state.put(items, token, q)
 
 
 def after_first(flags: Tensor, group: np.ndarray) -> Tensor:

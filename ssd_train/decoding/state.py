@@ -29,6 +29,11 @@ class Items(NamedTuple):
     position: Tensor
     bounds: list[int]  # items of sample b are bounds[b]..bounds[b+1]
 
+    def choose(self, index: Tensor) -> "Items":
+        """Those at ``index`` [n], a device's numbers; without bounds."""
+        host = index.cpu().numpy()
+        return Items(self.host_sample[host], self.host_position[host], self.sample[index], self.position[index], [])
+
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """To the device, without waiting for what it is doing, as a copy from memory that is not pinned would."""
@@ -77,7 +82,7 @@ class State:
         self._visits = np.zeros((batch, size), dtype=np.int64)  # judgements so far: part of a draw's key
         self._round = np.zeros((batch, size), dtype=np.int64)
         self._offset = np.zeros((batch, size, 2), dtype=np.int64)
-        self._draws = uniform(self.seeds[:0, None, None], 0, 0).view(0, 0, 0, 0)
+        self._draws: dict[int, Tensor] = {}  # by sweep: [visits, B, L, purposes]
         self._unsound, self._blind = torch.zeros(2, dtype=torch.int64, device=device)  # draft, target distributions
         self._timed = timed
         self._trace = Trace(passes=[0] * batch)
@@ -205,15 +210,16 @@ class State:
         token = torch.arange(self.backbone.vocabulary, device=self.device)
         return uniform(self.seeds[items.sample, None], items.position[:, None], 0, Purpose.RACE, token)
 
-    def draw(self, items: Items) -> Tensor:
-        """Uniform numbers [N, len(Purpose)], a column a purpose, for the items' present visit."""
+    def draw(self, items: Items, sweep: int = 0) -> Tensor:
+        """Uniform numbers [N, len(Purpose)], a column a purpose, for the items' present visit and a sweep after it."""
         visit = self._visits[items.host_sample, items.host_position]
-        while visit.size and len(self._draws) <= visit.max():
+        draws = self._draws.get(sweep, self.seeds.new_zeros(0))
+        while visit.size and len(draws) <= visit.max():
             position = torch.arange(self.grid.size, device=self.device)[:, None]
-            purpose = torch.arange(len(Purpose), device=self.device)
-            fresh = uniform(self.seeds[:, None, None], position, len(self._draws), purpose)
-            self._draws = torch.cat([self._draws.view(-1, *fresh.shape), fresh[None]])
-        return self._draws[upload(visit, self.device), items.sample, items.position]
+            purpose = torch.arange(len(Purpose), device=self.device) + len(Purpose) * sweep
+            fresh = uniform(self.seeds[:, None, None], position, len(draws), purpose)
+            draws = self._draws[sweep] = torch.cat([draws.view(-1, *fresh.shape), fresh[None]])
+        return draws[upload(visit, self.device), items.sample, items.position]
 
     # -- the trace ----------------------------------------------------------------------------------------------
 

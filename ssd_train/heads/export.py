@@ -74,6 +74,9 @@ def write_card(directory: Path, config: dict, measured: str = "Not measured yet.
             rows.append(f"| {label} | {figures[0]:.3f} | {figures[1]:.3f} |")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Heads(HeadSpec(**config["heads"])).parameters())
+    stale, corrected = (metrics.get(f"validation/corrector/{kind}") for kind in ("stale", "corrected"))
+    if corrected is not None:
+        rows += ["", f"Stale drafts are accepted at a rate of {stale:.3f} as they are, {corrected:.3f} corrected."]
     card = CARD.format(**config, parameters=parameters / 1e6, validation="\n".join(rows), measured=measured)
     write_atomically(Path(directory) / "README.md", card.encode())
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssd_train.grid import Grid
+from ssd_train.heads.corrector import Corrector, CorrectorSpec
 
 
 class Direction(StrEnum):
@@ -32,6 +33,7 @@ class HeadSpec:
 
     ``context`` (odd) is how many neighbours in the source's row a vertical head sees, the source in the middle; 1 is
     the published predictor. Horizontal heads see their source alone: what is to its right is not there yet.
+    ``corrector``, if there is one, is trained with them and keeps their drafts up to date.
     """
 
     width: int
@@ -43,8 +45,11 @@ class HeadSpec:
     context: int = 1
     state_scale: float = 1.0
     embedding_scale: float = 1.0
+    corrector: CorrectorSpec | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.corrector, dict):  # as an export's config.json has it
+            object.__setattr__(self, "corrector", CorrectorSpec(**self.corrector))
         if self.k_horizontal < 0 or self.k_vertical < 0 or self.k_horizontal + self.k_vertical == 0:
             raise ValueError(
                 f"k_horizontal={self.k_horizontal}, k_vertical={self.k_vertical}: expected >= 0 and at least one head"
@@ -89,7 +94,7 @@ class Predictor(nn.Module):
 
 
 class Heads(nn.Module):
-    """One independent :class:`Predictor` a direction and offset."""
+    """One independent :class:`Predictor` a direction and offset, and the :class:`Corrector` or None."""
 
     def __init__(self, spec: HeadSpec):
         super().__init__()
@@ -101,6 +106,15 @@ class Heads(nn.Module):
         if spec.space == "token":
             for key in self.predictors:
                 self.vocabulary_projections[key] = nn.Linear(spec.width, spec.vocabulary, bias=False)
+        self.corrector = None
+        if spec.corrector is not None:
+            self.corrector = Corrector(spec.corrector, spec.width, spec.state_scale, spec.embedding_scale)
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """What is called, and gathered with FSDP, by itself: a head with its vocabulary projection; the corrector."""
+        groups = self.predictors, self.vocabulary_projections
+        parts = {key: [group[key] for group in groups if key in group] for key in self.predictors}
+        return parts if self.corrector is None else parts | {"corrector": [self.corrector]}
 
     def context(self, direction: Direction) -> int:
         return self.spec.context if direction is Direction.VERTICAL else 1

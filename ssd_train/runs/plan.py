@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from ssd_train.backbones.base import Backbone
 from ssd_train.backbones.sketches import UnknownSize, sketch
 from ssd_train.cache.shards import CacheDtype, sample_bytes
-from ssd_train.config import Config, Space, Stage
+from ssd_train.config import Config, Space, Stage, corrector_spec
 from ssd_train.decoding.parts import Schedule
 from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.grid import Grid
@@ -130,18 +130,16 @@ def head_spec(cfg: Config, s: Sizes) -> HeadSpec:
         hidden=head.hidden or 0,
         space=head.space.name,
         context=head.context,
+        corrector=corrector_spec(head),
     )
 
 
 @cache
 def head_parameters(spec: HeadSpec) -> dict[str, int]:
-    """By head, with its vocabulary projection if it has one."""
+    """By head, with its vocabulary projection if it has one; the corrector's, if there is one."""
     with torch.device("meta"):
-        heads = Heads(spec)
-    parts = {head: [predictor] for head, predictor in heads.predictors.items()}
-    for head, projection in heads.vocabulary_projections.items():
-        parts[head].append(projection)
-    return {head: sum(p.numel() for part in group for p in part.parameters()) for head, group in parts.items()}
+        parts = Heads(spec).parts()
+    return {part: sum(p.numel() for module in group for p in module.parameters()) for part, group in parts.items()}
 
 
 # -- sampling and decoding ----------------------------------------------------------------------------------------
@@ -250,6 +248,26 @@ def activations(s: Sizes, spec: HeadSpec, images: int, loss: dict[str, float], p
     return images * (chosen + kept) + max(images * at_once, copies)
 
 
+def corrected_images(cfg: Config, s: Sizes) -> int:
+    """Of a training step's batch, those that the backbone is fed to train the corrector."""
+    return min(cfg.train.batch_size, math.ceil(cfg.head.corrector.pairs / s.grid.size))
+
+
+def correcting(cfg: Config, s: Sizes) -> tuple[int, int]:
+    """What a training step keeps for the corrector, and the most that it takes: the pairs (three states in both
+    streams, tokens); a pass over re-drawn images with all their states, or the corrector's graph, which holds
+    embeddings and their differences (d, times its context), its input (2d), ten of its widths a layer, and what is
+    around the loss."""
+    c, d, v = cfg.head.corrector, s.width, s.vocabulary
+    images, narrow, guided = corrected_images(cfg, s), 2 if "16" in cfg.train.precision else 4, guides(dict(c.loss))
+    kept = c.pairs * (2 * 3 * d * 4 + 2 * c.context * 8)
+    forced = teacher_forcing(s, images) + images * s.grid.size * 2 * d * (2 * s.value + 2 * 4)
+    a_pair = (
+        (1 + 3 * c.context) * d * 4 + 2 * ((2 * d + 10 * c.width * c.depth) * narrow + 6 * d * 4) + guided * 8 * v * 4
+    )
+    return kept, max(forced, c.pairs * a_pair)
+
+
 def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: bool = False) -> int:
     """A GPU's share: the heads with their optimiser (whole, and buckets to exchange gradients, with DDP over
     ``world`` GPUs; a part of it, one head's weights and gradients, and the gradients of the one before, when
@@ -265,6 +283,9 @@ def train_stage(cfg: Config, s: Sizes, images: int, world: int = 1, sharded: boo
         optimiser += 4 * parameters // (world if sharded else 1)
     batch = 2 * images * s.grid.size * s.width * 4
     step = activations(s, spec, images, dict(cfg.head.loss), cfg.train.precision)
+    if cfg.head.corrector:
+        kept, most = correcting(cfg, s)
+        step = max(step, most) + kept
     if "mixed" in cfg.train.precision:  # there the optimiser is not fused: it makes one more number a weight
         step = max(step, 4 * parameters // (world if sharded else 1))
     return s.weights + 4 * s.output + optimiser + batch + step
@@ -314,7 +335,8 @@ def image_seconds(s: Sizes, card: Card, images: int, made: list[tuple[int, int]]
 def training_flops(cfg: Config, s: Sizes) -> int:
     """A sample's: a head's every weight takes two FLOP a position forward, two when that is made again in the backward
     pass, and four backward, but those that read z two. KL and total variation take both streams, and the readout of the
-    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen)."""
+    target (two, made again) and of the prediction (two, made again, and two backward: it is frozen). A corrector takes
+    as much for each pair, in both streams, and a pass of the backbone over the images that the pairs come from."""
     spec = head_spec(cfg, s)
     guided = spec.space == Space.latent.name and guides(dict(cfg.head.loss))
     by_head, total = head_parameters(spec), 0
@@ -323,6 +345,13 @@ def training_flops(cfg: Config, s: Sizes) -> int:
         z = 2 * s.width * (spec.context if direction is Direction.VERTICAL else 1)
         a_position = 8 * by_head[name(direction, offset)] - 2 * z * s.width + 10 * s.readout * guided
         total += rows * columns * a_position * (1 + guided)
+    if corrector := cfg.head.corrector:
+        table = s.width * corrector.width  # weights that read an input of d; tokens are the same in both streams
+        layers = 2 * (8 * (by_head["corrector"] - (3 + corrector.context) * table) + 6 * 2 * table)
+        a_pair = layers + 6 * (1 + corrector.context) * table + 2 * 10 * s.readout * guides(dict(corrector.loss))
+        rows, seen = 2 * corrected_images(cfg, s), s.grid.sequence_length / 2
+        a_token = 2 * (s.decoder + s.readout) + 4 * s.layers * s.heads * s.head_dim * seen
+        total += round((corrector.pairs * a_pair + rows * s.grid.sequence_length * a_token) / cfg.train.batch_size)
     return total
 
 

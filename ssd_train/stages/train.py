@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssd_train.cache.shards import CacheError, ShardCache
-from ssd_train.config import Strategy
+from ssd_train.config import Strategy, corrector_spec
 from ssd_train.heads.predictors import Heads, HeadSpec
 from ssd_train.processes import signals
 from ssd_train.processes.files import read_json, remove_strays, replacing, write_json
@@ -31,6 +31,7 @@ from ssd_train.runs.run import Run
 from ssd_train.stages.cache import identity
 from ssd_train.training.datamodule import HeadDataModule
 from ssd_train.training.module import HeadModule
+from ssd_train.training.teacher import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def run(run: Run) -> float:
         data.validation_samples,
     )  # fmt: skip
     log.info("%s", data.coverage(steps * batches, run.world.size))
-    module = HeadModule(heads, run.backbone.output, run.backbone.grid, run.sampling, run.cfg.head, steps, run.cfg.seed)
+    module = make_module(run, heads, steps)
     with signals.deferred():
         _fit(trainer, module, data, _resume_from(run))
         # With head.ema, a checkpoint's "state_dict" holds the averaged weights, and these are validated.
@@ -197,6 +198,9 @@ def run(run: Run) -> float:
         "heads trained; acceptance on validation prompts %.3f: %s", metrics["validation/acceptance"],
         ", ".join(f"{key} {metrics[f'validation/acceptance/{key}']:.2f}" for key in heads.predictors),
     )  # fmt: skip
+    if heads.corrector is not None:
+        stale, corrected = (metrics[f"validation/corrector/{kind}"] for kind in ("stale", "corrected"))
+        log.info("stale drafts are accepted at a rate of %.3f as they are, %.3f corrected", stale, corrected)
     if run.world.rank == 0:
         write_json(
             run.output / "training.json",
@@ -245,8 +249,15 @@ def make_heads(run: Run, data: HeadDataModule) -> Heads:
             context=cfg.context,
             state_scale=state_scale,
             embedding_scale=embedding_scale,
+            corrector=corrector_spec(cfg),
         )
     )
+
+
+def make_module(run: Run, heads: Heads, steps: int) -> HeadModule:
+    backbone, sampling = run.backbone, run.sampling
+    teacher = Teacher(backbone, sampling.guidance) if heads.corrector is not None else None
+    return HeadModule(heads, backbone.output, backbone.grid, sampling, run.cfg.head, steps, run.cfg.seed, teacher)
 
 
 def make_trainer(run: Run, steps: int, logger: Logger | bool, *more: Callback) -> L.Trainer:

@@ -22,9 +22,9 @@ SCALED = 32  # samples that the scales of a head's inputs are measured on
 PREFETCHED = 3  # batches of a worker: one in the making, and DataLoader's two that wait
 
 
-class Batch(dict[str, Tensor]):
-    """index [B] int64, tokens [B, h, w] int64, and the states as they are stored: hidden [B, S, h, w, d] float32,
-    bfloat16 or int8, with int8 scale [B, S, h, w] float32.
+class Batch(dict[str, Tensor | list[str]]):
+    """index [B] int64, B prompts, tokens [B, h, w] int64, and the states as they are stored: hidden [B, S, h, w, d]
+    float32, bfloat16 or int8, with int8 scale [B, S, h, w] float32.
 
     ``lent`` [1] uint8 is 1 until whoever has the batch gives it back; its maker may then write the next one there.
     """
@@ -47,9 +47,13 @@ class Batch(dict[str, Tensor]):
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory; this one is given back. DataLoader calls it."""
-        pinned = Batch({name: tensor.pin_memory() for name, tensor in self.items() if name != "lent"})
+        tensors = {name: tensor.pin_memory() for name, tensor in self.items() if name not in ("lent", "prompts")}
         self.give_back()
-        return pinned
+        return Batch(tensors, prompts=self["prompts"])
+
+    def first(self, images: int) -> "Batch":
+        """Of so many images, in the same memory."""
+        return Batch({name: value[:images] for name, value in self.items() if name != "lent"})
 
 
 class Batches:
@@ -68,7 +72,8 @@ class Batches:
         grid = batch["tokens"].shape[1:]
         whole = {name: batch[name].unflatten(2, grid) for name in layout if name != "tokens"}
         index = torch.tensor([sample.index for sample in samples])
-        return Batch(whole, index=index, tokens=batch["tokens"].long(), lent=batch["lent"])
+        prompts = [sample.prompt for sample in samples]
+        return Batch(whole, index=index, prompts=prompts, tokens=batch["tokens"].long(), lent=batch["lent"])
 
     def _memory(self, size: int, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Batch:
         shapes = {name: (dtype, (size, *shape)) for name, (dtype, shape) in layout.items()}

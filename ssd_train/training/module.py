@@ -21,9 +21,12 @@ from ssd_train.backbones.base import OutputLayers
 from ssd_train.distributions import Sampling, acceptance_rate, guide, guided_probabilities
 from ssd_train.draws import uniform
 from ssd_train.grid import Grid
+from ssd_train.heads.corrector import neighbours
 from ssd_train.heads.predictors import Direction, Heads, name, pairs, widen
 from ssd_train.training import losses
+from ssd_train.training.corrections import Corrections, corrections, redraw
 from ssd_train.training.datamodule import Batch
+from ssd_train.training.teacher import Teacher
 
 
 class Pairs(NamedTuple):
@@ -51,13 +54,17 @@ class HeadModule(L.LightningModule):
     """Self-distils heads from cached states. Only the heads are in its checkpoints."""
 
     def __init__(self, heads: Heads, output: OutputLayers, grid: Grid, sampling: Sampling, settings: Any, steps: int,
-                 seed: int):  # fmt: skip
-        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule."""
+                 seed: int, teacher: Teacher | None = None):  # fmt: skip
+        """``settings`` is config.HeadConfig; ``steps`` the length of the learning-rate schedule; ``teacher`` makes what
+        a corrector learns from."""
         super().__init__()
         self.heads = heads
         # A copy: the backbone keeps its dtype. In a list: not a sub-module, not in checkpoints.
         self._frozen = [copy.deepcopy(output).float().requires_grad_(False)]
         self.grid, self.sampling, self.settings, self.steps, self.seed = grid, sampling, settings, steps, seed
+        self.teacher = teacher
+        if heads.corrector is not None:
+            self._near = neighbours(grid, heads.spec.corrector.context)
 
     @property
     def output(self) -> OutputLayers:
@@ -65,6 +72,8 @@ class HeadModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.output.to(self.device)
+        if self.heads.corrector is not None:
+            self._near = self._near.to(self.device)
 
     def configure_model(self) -> None:
         """With train.strategy=fsdp spreads each head by itself over all processes; tensors keep their names."""
@@ -72,8 +81,8 @@ class HeadModule(L.LightningModule):
             return
         # Not Lightning's mesh of two dimensions, whose process groups would have the default time-out.
         mesh = init_device_mesh(self.device.type, (self.trainer.world_size,))
-        for modules in self.heads.predictors, self.heads.vocabulary_projections:
-            for module in modules.values():
+        for modules in self.heads.parts().values():
+            for module in modules:
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
                 # None but itself, which is there: checkpoint() calls heads in an order that FSDP would guess wrong.
                 module.set_modules_to_backward_prefetch([module])
@@ -86,8 +95,7 @@ class HeadModule(L.LightningModule):
     @contextmanager
     def gathered(self, direction: Direction, offset: int) -> Iterator[None]:
         """A sharded head that is called within is gathered once, however often, and in parts again afterwards."""
-        key = name(direction, offset)
-        modules = [group[key] for group in (self.heads.predictors, self.heads.vocabulary_projections) if key in group]
+        modules = self.heads.parts()[name(direction, offset)]
         for module in modules if self.sharded else ():
             module.set_reshard_after_forward(False)
         yield
@@ -99,6 +107,8 @@ class HeadModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         weights, stream = self.settings.loss, self._stream(batch)
+        # First: the heads' states may give back the batch.
+        stale = None if self.heads.corrector is None else self._corrections(batch, self.global_step)
         guided = self.heads.spec.space == "latent" and bool(weights.kl or weights.total_variation)
         states = batch.states(None if guided else stream)
         terms: dict[str, list[Tensor]] = {}
@@ -112,6 +122,10 @@ class HeadModule(L.LightningModule):
                 terms.setdefault(term, []).append(value)
         means = {term: torch.stack(values).mean() for term, values in terms.items()}
         loss = sum(value * weights.get(term, 1.0) for term, value in means.items())
+        if stale is not None:
+            values = checkpoint(self.corrector_losses, stale, use_reentrant=False, preserve_rng_state=False)
+            loss = loss + sum(value * self.settings.corrector.loss[term] for term, value in values.items())
+            means |= {f"corrector_{term}": value for term, value in values.items()}
         if not torch.isfinite(loss):
             raise ValueError(
                 f"the loss is {loss.item()} at step {self.global_step}, samples {batch['index'].tolist()}; "
@@ -137,15 +151,60 @@ class HeadModule(L.LightningModule):
         if weights.smooth_l1:
             target = _choose(at.target, stream) / spec.state_scale
             terms["smooth_l1"] = losses.smooth_l1(_choose(predicted, stream), target)
-        if weights.kl or weights.total_variation:
-            p = guided_probabilities(self.output.readout(at.target), self.sampling)
-            logits = self.heads.logits(direction, offset, predicted, self.output.readout)
-            logits = guide(logits, self.sampling.guidance) / (self.sampling.temperature or 1)
-            if weights.kl:
-                terms["kl"] = losses.kl(logits, p)
-            if weights.total_variation:
-                terms["total_variation"] = losses.total_variation(logits, p)
-        return terms
+        return terms | self._between_distributions(predicted * spec.state_scale, at.target, weights)
+
+    def _between_distributions(self, predicted: Tensor, target: Tensor, weights: Any) -> dict[str, Tensor]:
+        """KL and total variation, where they have a weight, between the guided distributions of states [S, ..., d]."""
+        if not (weights.kl or weights.total_variation):
+            return {}
+        p = guided_probabilities(self.output.readout(target), self.sampling)
+        logits = guide(self.output.readout(predicted), self.sampling.guidance) / (self.sampling.temperature or 1)
+        terms = {"kl": losses.kl, "total_variation": losses.total_variation}
+        return {term: loss(logits, p) for term, loss in terms.items() if weights[term]}
+
+    # -- the corrector ------------------------------------------------------------------------------------------
+
+    def _corrections(self, batch: Batch, key: int) -> Corrections:
+        """From as many of the batch's images as hold head.corrector.pairs positions, re-drawn by this key."""
+        pairs = self.settings.corrector.pairs
+        batch = batch.first(-(-pairs // self.grid.size))
+        tokens, hidden = batch["tokens"], batch.states()
+        with torch.no_grad():
+            fed = redraw(hidden, tokens, batch["index"], (self.seed, key), self.output.readout, self.sampling)
+            stale = self.teacher(batch["prompts"], fed)
+        return corrections(stale, fed, hidden, tokens, self._near, pairs)
+
+    def correct(self, at: Corrections) -> Tensor:
+        """The corrected states [S, N, d]."""
+        hidden = at.hidden
+        if self.sharded and torch.is_grad_enabled():  # see predict()
+            hidden = hidden + hidden.new_zeros(()).requires_grad_()
+        return self.heads.corrector(hidden, at.left, at.fed, at.now, self.output.embed)
+
+    def corrector_losses(self, at: Corrections) -> dict[str, Tensor]:
+        """The unweighted terms in use, scalars by name; Smooth L1 on both streams."""
+        weights, scale = self.settings.corrector.loss, self.heads.spec.state_scale
+        predicted = self.correct(at)
+        terms = {}
+        if weights.smooth_l1:
+            terms["smooth_l1"] = losses.smooth_l1(predicted / scale, at.target / scale)
+        return terms | self._between_distributions(predicted, at.target, weights)
+
+    def _corrector_figures(self, batch: Batch) -> dict[str, Tensor]:
+        """How often stale drafts are accepted, as they are and corrected: of all that have a neighbour that differs, of
+        those whose left neighbour does, and of the others."""
+        at = self._corrections(batch, -1)
+        p, stale, corrected = (
+            guided_probabilities(self.output.readout(hidden), self.sampling)
+            for hidden in (at.target, at.hidden, self.correct(at))
+        )
+        left = at.fed[:, 0] != at.now[:, 0]
+        figures = {}
+        for kind, q in ("stale", stale), ("corrected", corrected):
+            rate = acceptance_rate(p, q)
+            groups = {"": left | True, "_left_differs": left, "_left_is_the_same": ~left}
+            figures |= {f"{kind}{group}": rate[chosen].mean() for group, chosen in groups.items() if chosen.any()}
+        return figures
 
     def predict(self, at: Pairs, direction: Direction, offset: int) -> Tensor:
         """A head's predictions over the state scale [S, B, h', w', d]."""
@@ -176,6 +235,9 @@ class HeadModule(L.LightningModule):
                 self.log(f"validation/{figure}", mean, batch_size=size, sync_dist=True)
                 if figure.startswith("acceptance"):
                     rates.append(mean)
+        if self.heads.corrector is not None:
+            for figure, value in self._corrector_figures(batch).items():
+                self.log(f"validation/corrector/{figure}", value, batch_size=size, sync_dist=True)
         self.log("validation/acceptance", torch.stack(rates).mean(), batch_size=size, prog_bar=True, sync_dist=True)
 
     def _figures(self, whole: Pairs, direction: Direction, offset: int) -> dict[str, list[Tensor]]:

@@ -142,7 +142,7 @@ class Checked(DraftModel):
         return q
 
 
-@pytest.mark.parametrize("schedule", [Prefix(3, "left"), JacobiWindow(5), JacobiWindow(5, coupled=True)],
+@pytest.mark.parametrize("schedule", [Prefix(3, "left"), JacobiWindow(5 / 6), JacobiWindow(5 / 6, coupled=True)],
                          ids=["prefix", "jacobi", "coupled"])  # fmt: skip
 def test_a_draft_models_cache_is_that_of_the_tokens_that_stand(backbone, schedule, monkeypatch):
     """After rejections at any place, in prompts of unequal lengths, samples that part ways, whatever was re-drawn."""

@@ -29,6 +29,7 @@ from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.decoding.schedules.wave import Wave
 from ssd_train.decoding.schedules.zipar import ZipAR
 from ssd_train.distributions import Sampling, guided_probabilities
+from ssd_train.heads.corrector import Corrector, CorrectorSpec
 from ssd_train.heads.predictors import Heads, HeadSpec
 
 VOCABULARY, GRID, SAMPLES = 3, (2, 3), 20_000
@@ -60,7 +61,8 @@ def enumerate_images(backbone, sampling=SAMPLING):
 def bad_heads(backbone, seed=0, **settings):
     """Random heads: drafts are far from the target, so that a wrong repair shows."""
     torch.manual_seed(seed)
-    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, k_horizontal=3, k_vertical=2, **settings))
+    spec = {"k_horizontal": 3, "k_vertical": 2, "corrector": CorrectorSpec(width=8)} | settings
+    heads = Heads(HeadSpec(backbone.width, backbone.vocabulary, **spec))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return heads
@@ -105,7 +107,7 @@ def total_variation(observed, exact):
 
 def head_window():
     """More than a row long, so that drafts enter below ones that still change."""
-    return JacobiWindow(length=5, coupled=True, source="above", reach=2)
+    return JacobiWindow(rows=5 / 3, coupled=True, source="above", reach=2)
 
 
 EXACT = {
@@ -121,23 +123,23 @@ EXACT = {
     "eagle": lambda: Decoder(Prefix(length=2, source="left", within_row=True), HeadDrafter(chain=True), Strict()),
     "speculative, draft model": lambda: Decoder(Prefix(length=3, source="left"), DraftModel(bad_model), Strict()),
     "speculative, self-draft": lambda: Decoder(Prefix(length=3, source="left"), EarlyExit(1), Strict()),
-    "sjd": lambda: Decoder(JacobiWindow(length=4), Random(), Strict()),
-    "sjd, copied drafts": lambda: Decoder(JacobiWindow(length=4, source="above"), Copy(), Strict()),
-    "sjd, coupled": lambda: Decoder(JacobiWindow(length=4, coupled=True), Random(), Strict()),
+    "sjd": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), Strict()),
+    "sjd, copied drafts": lambda: Decoder(JacobiWindow(rows=4 / 3, source="above"), Copy(), Strict()),
+    "sjd, coupled": lambda: Decoder(JacobiWindow(rows=4 / 3, coupled=True), Random(), Strict()),
     "ssd, coupled window": lambda: Decoder(head_window(), HeadDrafter(), Strict()),
-    "ssd, coupled window, revised drafts": lambda: Decoder(head_window(), HeadDrafter(revise=True), Strict()),
+    "ssd, coupled window, revised drafts": lambda: Decoder(head_window(), HeadDrafter(sweeps=3), Strict()),
     "ssd, coupled window, three neighbours above, revised drafts": lambda: Decoder(
-        head_window(), WideHeads(revise=True), Strict()
+        head_window(), WideHeads(sweeps=3), Strict()
     ),
     "ssd, until settled, revised drafts": lambda: Decoder(
-        Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(revise=True), Strict()
+        Rows(rounds=None, chunk=2, first_row_rounds=None, until_settled=True), HeadDrafter(sweeps=3), Strict()
     ),
     "ssd, wave until settled, revised drafts": lambda: Decoder(
-        Wave(None, 1, chunk=2, first_row_rounds=None, until_settled=True), WideHeads(revise=True), Strict()
+        Wave(None, 1, chunk=2, first_row_rounds=None, until_settled=True), WideHeads(sweeps=3), Strict()
     ),
     "ar, common noise": lambda: Decoder(Autoregressive(), common_noise=True),
     "ssd, coupled window, revised drafts, common noise": lambda: Decoder(
-        head_window(), HeadDrafter(revise=True), common_noise=True
+        head_window(), HeadDrafter(sweeps=3), common_noise=True
     ),
 }
 
@@ -176,6 +178,58 @@ def test_exact_decoders_have_the_distribution_of_ar(backbone, make):
 @pytest.mark.parametrize("make", EXACT_OF_THREE_ROWS.values(), ids=EXACT_OF_THREE_ROWS.keys())
 def test_exact_decoders_have_the_distribution_of_ar_on_three_rows(make):
     assert_exact(make_backbone((3, 2)), make())
+
+
+class Zero(Corrector):
+    """Starts, and stays, where a trained one starts."""
+
+    def forward(self, hidden, left, fed, now, embed):
+        return hidden
+
+
+class Shift(Corrector):
+    """Sends every state, whatever was re-drawn, to where all drafts are wrong."""
+
+    def forward(self, hidden, left, fed, now, embed):
+        return hidden + 3 * hidden.std() * torch.linspace(-1, 1, hidden.shape[-1])
+
+
+class Hostile(HeadDrafter):
+    """With a corrector of this kind."""
+
+    def __init__(self, kind=Corrector, sweeps=3, **settings):
+        super().__init__(sweeps=sweeps)
+        self.kind, self.settings = kind, settings
+
+    def bind(self, backbone, heads):
+        heads = bad_heads(backbone, **self.settings)
+        heads.corrector.__class__ = self.kind
+        heads.corrector.state_scale = 100.0  # so that sweeps re-draw a third of what they touch
+        return super().bind(backbone, heads)
+
+
+def corrected(rows, *kind, **settings):
+    return Decoder(JacobiWindow(rows, coupled=True, source="above", reach=2), Hostile(*kind, **settings), Strict())
+
+
+CORRECTED = {  # grid, decoder, sampling
+    "random, one row": (GRID, lambda: corrected(1.0), SAMPLING),
+    "random, everything in the window": (GRID, lambda: corrected(3.0), SAMPLING),
+    "zero": (GRID, lambda: corrected(5 / 3, Zero), SAMPLING),
+    "a constant shift": (GRID, lambda: corrected(2.0, Shift), SAMPLING),
+    "a constant shift, without guidance, top 2": (GRID, lambda: corrected(2.0, Shift), Sampling(top_k=2)),
+    "two vertical heads, deeper, a wider context": (
+        (3, 2), lambda: corrected(3.0, corrector=CorrectorSpec(4, 2, 9)), Sampling(guidance=3.0)
+    ),
+    "one vertical head": ((3, 2), lambda: corrected(2.0, k_vertical=1), SAMPLING),
+    "one row of the grid": ((1, 6), lambda: corrected(1.0, k_vertical=0), SAMPLING),
+    "one column of the grid": ((6, 1), lambda: corrected(3.0, k_horizontal=0), SAMPLING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grid, make, sampling", CORRECTED.values(), ids=CORRECTED.keys())
+def test_decoding_is_exact_whatever_the_corrector_says(grid, make, sampling):
+    assert_exact(make_backbone(grid), make(), sampling)
 
 
 @pytest.mark.parametrize(
@@ -232,22 +286,22 @@ LOSSY = {
         Rows(rounds=2, first_row_rounds=1, chunk=2), HeadDrafter(), Strict()
     ),
     "ssd, r = 1, common noise": lambda: Decoder(Rows(rounds=1), HeadDrafter(), common_noise=True),
-    "ssd, r = 1, revised drafts": lambda: Decoder(Rows(rounds=1), HeadDrafter(revise=True), Strict()),
-    "ssd, coupled window, csd": lambda: Decoder(head_window(), HeadDrafter(revise=True), EntropyRelaxed(0.5, 0.3)),
-    "ssd, coupled window, amplify": lambda: Decoder(head_window(), HeadDrafter(revise=True), Amplify(2.0)),
+    "ssd, r = 1, revised drafts": lambda: Decoder(Rows(rounds=1), HeadDrafter(sweeps=3), Strict()),
+    "ssd, coupled window, csd": lambda: Decoder(head_window(), HeadDrafter(sweeps=3), EntropyRelaxed(0.5, 0.3)),
+    "ssd, coupled window, amplify": lambda: Decoder(head_window(), HeadDrafter(sweeps=3), Amplify(2.0)),
     "ssd merged": lambda: Decoder(Wave(rounds=1), HeadDrafter(), Strict()),
     "mtp, lossy": lambda: Decoder(Chunks(length=2, rounds=1), HeadDrafter(), Strict()),
-    "addition": lambda: Decoder(JacobiWindow(length=4), Random(), Addition(0.3)),
-    "amplify": lambda: Decoder(JacobiWindow(length=4), Random(), Amplify(2.0)),
-    "csd": lambda: Decoder(JacobiWindow(length=4), Random(), EntropyRelaxed(0.5, 0.65)),
-    "gsd": lambda: Decoder(JacobiWindow(length=4), Random(), Grouped(size=2, gap=0.5, distance=1e6)),
-    "lantern": lambda: Decoder(JacobiWindow(length=4), Random(), LatentNeighbourhood(k=1, delta=0.5)),
+    "addition": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), Addition(0.3)),
+    "amplify": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), Amplify(2.0)),
+    "csd": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), EntropyRelaxed(0.5, 0.65)),
+    "gsd": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), Grouped(size=2, gap=0.5, distance=1e6)),
+    "lantern": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), LatentNeighbourhood(k=1, delta=0.5)),
     "lantern, chain": lambda: Decoder(
         Prefix(length=2, source="left", within_row=True),
         HeadDrafter(chain=True),
         LatentNeighbourhood(k=1, delta=0.5),
     ),
-    "sjd-pv": lambda: Decoder(JacobiWindow(length=4), Random(), JointPhrases(Strict(), PHRASES, tau=0.1)),
+    "sjd-pv": lambda: Decoder(JacobiWindow(rows=4 / 3), Random(), JointPhrases(Strict(), PHRASES, tau=0.1)),
     "ssd, phrases": lambda: Decoder(
         Rows(rounds=2, chunk=2, first_row_rounds=2), HeadDrafter(), JointPhrases(Strict(), PHRASES, tau=0.1)
     ),

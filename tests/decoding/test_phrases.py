@@ -342,8 +342,8 @@ def test_neighbours_are_drafts_side_by_side_in_a_row():
 
 ALL_PAIRS = [[a, b] for a in range(3) for b in range(3)]
 DECODERS = {
-    "sjd": lambda rule: Decoder(JacobiWindow(length=6), Random(), rule),
-    "sjd, coupled": lambda rule: Decoder(JacobiWindow(length=6, coupled=True), Random(), rule),
+    "sjd": lambda rule: Decoder(JacobiWindow(rows=1.5), Random(), rule),
+    "sjd, coupled": lambda rule: Decoder(JacobiWindow(rows=1.5, coupled=True), Random(), rule),
     "pjd": lambda rule: Decoder(ParallelJacobi(length=3, lag=2), Copy(), rule),
     "mtp": lambda rule: Decoder(Prefix(length=3, within_row=True), HeadDrafter(), rule),
     "ssd": lambda rule: Decoder(Rows(rounds=2, chunk=3), HeadDrafter(), rule),
@@ -380,7 +380,7 @@ def test_without_phrases_a_decoder_is_as_it_was(backbone, heads, make):
     "schedule",
     [
         ZipAR(lead=2),
-        JacobiWindow(length=2),
+        JacobiWindow(rows=0.5),
         Prefix(length=1),
         Chunks(length=3, rounds=0),
         Rows(rounds=0, first_row_rounds=0),

@@ -13,6 +13,7 @@ import torch
 from hub import TOKEN, local_hub
 
 from ssd_train.heads import export as module
+from ssd_train.heads.corrector import CorrectorSpec
 from ssd_train.heads.export import HeadsError, load_heads, push_heads, read_config, save_heads, write_card
 from ssd_train.heads.predictors import Direction, Heads, HeadSpec
 from ssd_train.processes.files import read_json
@@ -42,7 +43,9 @@ def exported(backbone, tmp_path):
     return tmp_path / "heads"
 
 
-@pytest.mark.parametrize("settings", [{}, {"hidden": 5}, {"space": "token"}, {"state_scale": 37.5}, {"context": 3}])
+@pytest.mark.parametrize("settings", [
+    {}, {"hidden": 5}, {"space": "token"}, {"state_scale": 37.5}, {"context": 3}, {"corrector": CorrectorSpec(4, 2, 3)},
+])  # fmt: skip
 def test_a_round_trip_is_exact(backbone, tmp_path, settings):
     heads = make_heads(backbone, **settings)
     save_heads(tmp_path, heads, backbone, TRAINING)

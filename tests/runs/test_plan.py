@@ -2,15 +2,17 @@
 
 import json
 
+import composing
+import micro
 import pytest
 import torch
-from composing import composed
 from hydra.errors import InstantiationException
 from memory import Peak
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssd_train import stages
+from ssd_train.backbones.base import PromptBatch
 from ssd_train.backbones.kv_cache import KVCache
 from ssd_train.backbones.sketches import sketch
 from ssd_train.cache.shards import CacheDtype
@@ -26,13 +28,21 @@ from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Heads
 from ssd_train.runs import plan
 from ssd_train.runs.run import Run
+from ssd_train.training.datamodule import Batch
 from ssd_train.training.module import HeadModule
+from ssd_train.training.teacher import Teacher
 
 CLOSE = (0.95, 1.3)  # estimate over measurement
 
 
-def sizes(model):
-    cfg = composed(f"+model={model}")
+def composed(*overrides):
+    """Without a corrector, unless it is asked for."""
+    without = [] if any("head.corrector" in override for override in overrides) else ["head.corrector=null"]
+    return composing.composed(*without, "decoder=[ar,ssd]", *overrides)
+
+
+def sizes(model, *overrides):
+    cfg = composed(f"+model={model}", *overrides)
     return cfg, plan.Sizes.of(sketch(cfg.model))
 
 
@@ -127,9 +137,17 @@ def test_passes_are_those_that_decoding_makes(parts, model, prompt_length, monke
     assert plan.passes(parts[0], backbone.grid) == made
 
 
-def test_hours_of_training_are_those_of_its_products(monkeypatch):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["head.loss.kl=0.1"],
+        ["head.corrector.width=16", "head.corrector.pairs=6", "head.k_horizontal=1", "head.k_vertical=1"],
+    ],
+    ids=["heads", "corrector"],
+)
+def test_hours_of_training_are_those_of_its_products(settings, monkeypatch):
     """Counted by PyTorch in one step on one sample, which validation's share of the samples does not train on."""
-    cfg = composed("+experiment=smoke_janus", "train.epochs=2", "head.loss.kl=0.1")
+    cfg = composed("+experiment=smoke_janus", "train.epochs=2", "train.batch_size=1", *settings)
     module, batch = training(cfg, sketch(cfg.model, "cpu"), 1, monkeypatch)
     with FlopCounterMode(display=False) as counter:
         module.training_step(batch, 0).backward()
@@ -393,15 +411,22 @@ def training(cfg, backbone, images, monkeypatch):
     """A module for these heads, and a batch for it."""
     grid = backbone.grid
     heads = Heads(plan.head_spec(cfg, plan.Sizes.of(backbone)))
-    module = HeadModule(heads, backbone.output, grid, Sampling(guidance=3.0), cfg.head, steps=10, seed=0)
+    teacher = Teacher(backbone, 3.0)
+    module = HeadModule(
+        heads, backbone.output, grid, Sampling(guidance=3.0), cfg.head, steps=10, seed=0, teacher=teacher
+    )
     monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)
     monkeypatch.setattr(module, "log_dict", lambda *args, **kwargs: None)
     monkeypatch.setattr(HeadModule, "global_step", 0)
-    return module, {
-        "index": torch.arange(images),
-        "tokens": torch.zeros(images, grid.height, grid.width, dtype=torch.int64),
-        "hidden": torch.randn(images, 2, grid.height, grid.width, backbone.width),
-    }
+    prompts = micro.prompts(images)
+    encoded = lambda texts: PromptBatch(prompts.ids[:, : len(texts)], prompts.attend[:, : len(texts)])  # noqa: E731
+    monkeypatch.setattr(backbone, "encode_prompts", encoded)
+    return module, Batch(
+        index=torch.arange(images),
+        prompts=["a prompt"] * images,
+        tokens=torch.zeros(images, grid.height, grid.width, dtype=torch.int64),
+        hidden=torch.randn(images, 2, grid.height, grid.width, backbone.width),
+    )
 
 
 LOSSES = {

@@ -114,6 +114,24 @@ def test_the_optimiser_follows_the_schedule(trainable, steps):
 # -- losses -------------------------------------------------------------------------------------------------------
 
 
+def test_a_corrector_is_trained_measured_and_exported_with_the_heads(trainable, caplog):
+    """Both kinds of neighbours are told apart, and the heads are what they are without it but for the clipping."""
+    run = trainable("head.corrector.width=8", "head.corrector.pairs=32", "head.lr=1e-2")
+    with caplog.at_level(logging.INFO):
+        stage.run(run)
+    validation = read_json(run.output / "training.json")["validation"]
+    figures = {k.rpartition("/")[2]: value for k, value in validation.items() if k.startswith("validation/corrector/")}
+    groups = "", "_left_differs", "_left_is_the_same"
+    assert set(figures) == {f"{kind}{group}" for kind in ("stale", "corrected") for group in groups}
+    for group in groups:
+        assert 0 < figures[f"stale{group}"] < 1
+        assert figures[f"corrected{group}"] != figures[f"stale{group}"]
+    assert f"{figures['stale']:.3f} as they are, {figures['corrected']:.3f} corrected" in caplog.text
+    export.run(run)
+    assert load_heads(run.output / "heads", run.backbone).corrector is not None
+    assert f"{figures['corrected']:.3f} corrected" in (run.output / "heads/README.md").read_text()
+
+
 def make_module(run, samples=8, **settings):
     """A module with heads that are not at their start, and a batch."""
     config = OmegaConf.merge(OmegaConf.structured(HeadConfig), {"k_horizontal": 2, "k_vertical": 2} | settings)
@@ -490,8 +508,9 @@ def test_the_averaged_weights_are_validated_and_exported(trainable, monkeypatch)
         ["+train.trainer.accumulate_grad_batches=2", "train.epochs=4"],
         ["train.precision=bf16-mixed", "train.validate_every=5"],
         ["head.context=3", "head.loss.kl=0.1"],
+        ["head.corrector.width=8", "head.corrector.pairs=32", "train.workers=2", "head.ema=0.9"],
     ],
-    ids=["plain", "workers", "ema", "accumulate", "bf16", "guided"],
+    ids=["plain", "workers", "ema", "accumulate", "bf16", "guided", "corrector"],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(trainable, monkeypatch, steps, overrides):
     """Dies at step 17, when the last checkpoint is of step 10. Exactly the same batches, losses, learning rates, final

@@ -1,5 +1,6 @@
 """From shards to batches: splits, order, and entering the stream anywhere."""
 
+import copy
 import tarfile
 from collections import Counter
 from itertools import islice
@@ -82,11 +83,12 @@ def test_a_batch_holds_what_the_shards_hold_as_they_hold_it(tmp_path, dtype, sto
         assert batch["hidden"].dtype is stored
         read = [samples[index] for index in batch["index"].tolist()]
         assert torch.equal(batch["tokens"], torch.stack([sample.tokens for sample in read]).long())
+        assert batch["prompts"] == [sample.prompt for sample in read]
         for name in read[0].states:
             assert torch.equal(batch[name].flatten(2, 3), torch.stack([sample.states[name] for sample in read]))
         choice = batch["index"] % 3 // 2
         chosen = torch.stack([sample.hidden[s] for sample, s in zip(read, choice, strict=True)])
-        kept = Batch({name: tensor.clone() for name, tensor in batch.items()})
+        kept = copy.deepcopy(batch)
         assert torch.equal(kept.states(choice).flatten(2, 3), chosen[None])
         assert not kept["lent"]
         whole = batch.states()

@@ -23,7 +23,7 @@ from ssd_train.stages import export
 from ssd_train.stages import train as stage
 
 VARIANTS = {  # every kind of head and loss
-    "latent": ["head.ema=0.9"],
+    "latent": ["head.ema=0.9", "head.corrector.width=8", "head.corrector.pairs=16"],
     "token": ["head=token"],
     "guided": ["head.context=3", "head.loss.kl=0.1"],
 }

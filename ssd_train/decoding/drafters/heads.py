@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ssd_train.decoding.parts import Drafter
 from ssd_train.distributions import guided_probabilities
+from ssd_train.heads.corrector import neighbours
 from ssd_train.heads.predictors import Direction, Heads
 
 
@@ -17,15 +18,15 @@ class HeadDrafter(Drafter):
     drafts come from their left neighbour whatever their source is, by the +1 head, and the predicted state stands for
     the draft's own until the backbone gives that: one head, run autoregressively on its own predictions.
 
-    With ``revise``, a draft whose left neighbour was re-drawn moves to the state H + f(z') - f(z): the backbone's for
-    the old neighbour, and by how much the horizontal +1 head's prediction changes with the new one. The backbone with
-    its parallel passes and a cheap model that corrects between them is the parareal scheme (Lions, Maday & Turinici,
-    2001), on tokens.
+    With ``sweeps``, the heads' corrector revises drafts after each judgement. A drafter that corrects between a
+    backbone's parallel passes makes these a parareal scheme (Lions, Maday & Turinici, 2001), on tokens.
     """
 
-    def __init__(self, chain: bool = False, revise: bool = False):
+    def __init__(self, chain: bool = False, sweeps: int = 0):
+        if sweeps < 0:
+            raise ValueError(f"sweeps is {sweeps}; expected at least 0")
         self.chain = self.sequential = chain
-        self.revise = self._revised if revise else None
+        self.sweeps = sweeps
         self.heads: Heads | None = None
 
     def bind(self, backbone, heads: Heads | None) -> "HeadDrafter":
@@ -38,11 +39,13 @@ class HeadDrafter(Drafter):
             raise ValueError("a chain feeds predicted states back; token-space heads predict none")
         if self.chain and not heads.spec.k_horizontal:
             raise ValueError("a chain is made of the horizontal +1 head, but there is none: train with k_horizontal=1")
-        if self.revise and (heads.spec.space != "latent" or not heads.spec.k_horizontal):
-            raise ValueError(
-                f"revise=true moves states by the horizontal +1 head; these heads are in {heads.spec.space} space with "
-                f"k_horizontal={heads.spec.k_horizontal}: expected latent space and at least 1"
-            )
+        if self.sweeps:
+            if heads.corrector is None:
+                raise ValueError(
+                    f"sweeps is {self.sweeps}, but these heads were trained without a corrector (head.corrector=null); "
+                    "expected sweeps=0, or others"
+                )
+            self.context = neighbours(backbone.grid, heads.spec.corrector.context).to(backbone.device)
         self.heads = heads.to(device=backbone.device, dtype=backbone.dtype)
         return self
 
@@ -74,15 +77,8 @@ class HeadDrafter(Drafter):
                 logits[:, members] = self._logits(state, items, source, pair, members)
         return guided_probabilities(logits, state.sampling)
 
-    def _revised(self, state, items) -> Tensor:
-        b, left = items.sample, items.position - 1
-        tokens = torch.stack([state.fed[b, left], state.tokens[b, left]])
-        embedded = state.backbone.embed(tokens)[:, None].expand(-1, state.streams, -1, -1)
-        z = self.heads.inputs(state.hidden[:, b, left].expand_as(embedded), embedded)
-        fed, now = self.heads(Direction.HORIZONTAL, 1, z)
-        hidden = state.hidden[:, b, items.position] + (now - fed) * self.heads.spec.state_scale
-        state.hidden[:, b, items.position] = hidden
-        return guided_probabilities(state.backbone.readout(hidden), state.sampling)
+    def correct(self, state, hidden: Tensor, left: Tensor, fed: Tensor, now: Tensor) -> Tensor:
+        return self.heads.corrector(hidden, left, fed, now, state.backbone.embed)
 
     def _logits(self, state, items, source, offset: tuple[int, int], chosen: list[int] | slice) -> Tensor:
         """Draft logits [S, n, V] of the n chosen items, which are all at one offset."""

@@ -5,11 +5,13 @@ from ssd_train.grid import Grid
 
 
 class JacobiWindow(Schedule):
-    """A pass feeds the last settled position and judges the ``length`` - 1 drafts after it. Accepted drafts up to the
-    first rejection, and its re-draw, are settled; the window moves on and new drafts enter at its end.
+    """A pass feeds the last settled position and judges the drafts after it: together they are the window, of so many
+    ``rows`` of the grid, to the nearest token. Accepted drafts up to the first rejection, and its re-draw, are settled;
+    the window moves on and new drafts enter at its end.
 
     What stood after the first rejection stays in the window: re-drawn fresh from p (the published way), or,
-    ``coupled``, as its own judgement left it. Both are exact. Coupled is, because a token is always a draw from the p
+    ``coupled``, as its own judgement left it (Speculative Coupled Decoding by maximal coupling, So et al., arXiv
+    2510.24211). Both are exact. Coupled is, because a token is always a draw from the p
     of what stood to its left when that was fed, by random numbers which nothing to its left has seen: given that
     context and what has become of it, the token is a draft from q = that p, so accept-and-redraw makes it a draw from
     the new p; and a position is settled when its p is that of a settled context.
@@ -21,17 +23,17 @@ class JacobiWindow(Schedule):
 
     adaptive = True
 
-    def __init__(self, length: int = 16, coupled: bool = False, source: str = "settled", reach: int | None = None):
-        if length < 2:
-            raise ValueError(f"length is {length}; expected at least 2: one settled position and a draft")
+    def __init__(self, rows: float = 1.0, coupled: bool = False, source: str = "settled", reach: int | None = None):
+        if rows <= 0:
+            raise ValueError(f"rows is {rows}; expected more than 0")
         if source not in ("settled", "above"):
             raise ValueError(f"source is {source!r}; expected 'settled' or 'above'")
         if reach is not None and reach < 1:
             raise ValueError(f"reach is {reach}; expected at least 1, or null for no limit")
-        self.length, self.coupled, self.source, self.reach = length, coupled, source, reach
+        self.rows, self.coupled, self.source, self.reach = rows, coupled, source, reach
 
     def window(self, grid: Grid) -> int:
-        return self.length
+        return max(2, round(self.rows * grid.width))
 
     def exact(self, grid: Grid) -> bool:
         return True
@@ -53,7 +55,7 @@ class JacobiWindow(Schedule):
 
     def _stop(self, grid: Grid, front: int, entered: int) -> int:
         """Where the window ends, if all before ``entered`` have been judged: that is as far as sources go."""
-        stop, from_the_left = min(front + self.length, grid.size), grid.size
+        stop, from_the_left = min(front + self.window(grid), grid.size), grid.size
         if self.source == "above":
             stop, from_the_left = min(stop, entered + grid.width), grid.width
         if self.reach is not None and front + self.reach + 1 < from_the_left:
