@@ -1,4 +1,4 @@
-"""The whole pipeline, by its command, on a small random instance of each family and on the README's example."""
+"""The whole pipeline, by its command, on a small random instance of each family and on the guide's example."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from composing import composed
 from hydra.utils import instantiate
 from safetensors.torch import load_file
 
+from ssd_train import backbones
 from ssd_train.backbones.emu3 import Emu3
 from ssd_train.backbones.janus import Janus
 from ssd_train.backbones.lumina import Lumina
@@ -270,7 +271,7 @@ def test_a_shipped_yaml_names_its_prompts(model):
     assert (prompts.path, prompts.column) == ("vivym/midjourney-prompts", "prompt")
 
 
-# -- the README's example -----------------------------------------------------------------------------------------
+# -- the guide's example -----------------------------------------------------------------------------------------
 
 
 def test_the_example_is_short():
@@ -278,7 +279,7 @@ def test_the_example_is_short():
 
 
 def readme_yaml():
-    return yaml.safe_load(re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
+    return yaml.safe_load(re.search(r"```yaml\n(.*?)```", backbones.__doc__, re.DOTALL)[1])
 
 
 def test_the_readme_s_example_runs(tmp_path):
