@@ -407,7 +407,8 @@ def needs(cfg: Config, s: Sizes) -> dict[str, tuple[int, Callable[[int], int]]]:
 
 def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
     """Everything above for one run, as JSON; ``gpus`` train together."""
-    by_head = head_parameters(head_spec(cfg, s))
+    by_head = dict(head_parameters(head_spec(cfg, s)))
+    corrector = by_head.pop("corrector", None)
     published = cfg.model.get("published")
     samples = {"cache.samples": cfg.cache.samples}
     trainings = {(1, cfg.train.batch_size), (gpus, cfg.train.batch_size)}
@@ -444,6 +445,7 @@ def plan(cfg: Config, s: Sizes, gpus: int = 1) -> dict:
         },
         "precision": cfg.train.precision,
         "heads": {"count": len(by_head), "largest": max(by_head.values()), "parameters": sum(by_head.values())},
+        "corrector": corrector and {"parameters": corrector, "images_a_step": corrected_images(cfg, s)},
         "training": [
             {
                 "gpus": world,
@@ -469,6 +471,11 @@ def markdown(contents: dict) -> str:
     rows["heads"] = (
         f"{heads['count']}, {heads['parameters'] / 1e6:.4g}M parameters, {heads['largest'] / 1e6:.4g}M the largest"
     )
+    if corrector := contents["corrector"]:
+        images = corrector["images_a_step"]
+        rows["corrector"] = (
+            f"{corrector['parameters'] / 1e6:.4g}M parameters; a training step feeds {images} image(s) more"
+        )
     for key, entry in contents["cache"].items():
         sizes = ", ".join(f"{_size(entry[dtype])} as {dtype}" for dtype in CacheDtype)
         rows[f"cache on disk, {entry['samples']} samples ({key})"] = sizes

@@ -241,6 +241,17 @@ def test_the_stage_writes_json_and_a_table(tmp_path, caplog):
     assert "backbone" not in vars(run)  # nothing was loaded
 
 
+def test_the_corrector_stands_beside_the_heads():
+    """Twice as many images once a step needs more pairs than one of them has tokens."""
+    for pairs, images in (576, 1), (577, 2):
+        cfg, s = sizes("janus_pro_7b", "head.corrector.width=1024", f"head.corrector.pairs={pairs}")
+        contents = plan.plan(cfg, s)
+        d, m = 4096, 1024
+        assert contents["corrector"] == {"parameters": 10 * d * m + 4 * m**2 + m, "images_a_step": images}
+        assert contents["heads"]["count"] == 10
+        assert f"corrector | 46.14M parameters; a training step feeds {images} image(s) more" in plan.markdown(contents)
+
+
 def test_planning_is_not_a_default_stage():
     assert [stage.name for stage in composed("+model=tiny").stages] == ["cache", "train", "export", "decode"]
 
