@@ -20,6 +20,7 @@ MICRO = [
     "model.sampling={guidance: 2.0, temperature: 1.0, top_k: 0, top_p: 1.0}",
     "++model.scorer=null",
     "++model.category=null",
+    "++model.features=null",
     "device=cpu",
     "threads=1",
     "logger=csv",

@@ -61,7 +61,7 @@ def test_a_model_yaml_fits_its_adapter(model):
     node = OmegaConf.to_container(cfg.model, resolve=True)
     fits(node["backbone"] | {"name": node["name"], "device": "cpu"})
     fits(node["prompts"])
-    for optional in "scorer", "category":
+    for optional in "scorer", "category", "features":
         if node.get(optional):
             fits(node[optional])
     assert cfg.output == f"runs/{node['name']}"
@@ -375,6 +375,7 @@ def test_the_smoke_experiment_runs_every_stage(tmp_path):
     report = json.loads((tmp_path / "runs/tiny-smoke/decode/report.json").read_text())
     assert set(report["decoders"]) == {"ar", "ssd", "ssd_corrected"}
     assert report["decoders"]["ar"]["passes"] == 256
+    assert all(decoder["frechet"]["to_ar"] > 0 for decoder in report["decoders"].values())
     for text in done.stdout, (tmp_path / "runs/tiny-smoke/decode/report.md").read_text(), report["note"]:
         assert "figures mean nothing" in text
     noise = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"[Ww]arning|Tip:|litlogger", line)]

@@ -166,6 +166,20 @@ def texture(images: Tensor) -> dict[str, Tensor]:
     }
 
 
+def frechet_distance(a: Tensor, b: Tensor) -> float:
+    """Between normal distributions with the means and covariances of features [N, D] and [M, D] (Dowson & Landau, 1982;
+    FID without its Inception). Above 0 for two samples of one distribution, the more the fewer they are: compare equal
+    numbers of images only, and with the distance between two such samples. Raises ValueError for fewer than two."""
+    if min(len(a), len(b)) < 2:
+        raise ValueError(f"{len(a)} and {len(b)} images; a covariance needs two")
+    a, b = a.double(), b.double()
+    covariances = torch.cov(a.T), torch.cov(b.T)
+    # The trace of the root of a product of two covariances: its eigenvalues are real and at least 0 but for rounding.
+    cross = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp_min(0).sqrt().sum()
+    spread = covariances[0].trace() + covariances[1].trace() - 2 * cross
+    return max(0.0, float((a.mean(0) - b.mean(0)).square().sum() + spread))
+
+
 def code_entropy(tokens: Tensor, vocabulary: int) -> float:
     """Entropy in nats of the histogram of all tokens [...], at most log V. A decoder that falls back on a few
     likely codes shows as a drop. Biased low for few tokens: compare equal numbers of images only."""

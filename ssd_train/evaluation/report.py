@@ -30,8 +30,10 @@ and a decoder one with the keys
     scene_score_by_category   {category: scene score}, or null
     texture         {"laplacian_variance", "luma_deviation"} of the pictures (see metrics.texture), or null
     code_entropy    nats of the histogram of all tokens, or null
+    frechet         {"to_ar": distance of the pictures' features to AR's; of AR itself, to those of a second AR run with
+                    other seeds, the noise floor; "to_real": to the prompt source's own pictures, or null}, or null
 
-The last five, and ``note``, may be absent. There may be further keys, such as which heads drafted.
+The last six, and ``note``, may be absent. There may be further keys, such as which heads drafted.
 """
 
 import json
@@ -57,7 +59,8 @@ LEGEND = (
     "distribution by construction. Drafting: share of the decoding time. Accepted: drafts that passed their "
     "first judgement. Scene score: share of images that show their caption, with its 95 % interval. NLL: "
     "nats a token under the backbone (in brackets: minus AR's); below AR's is no better than above. Texture: "
-    "variance of the pictures' Laplacian; well below AR's means washed out."
+    "variance of the pictures' Laplacian; well below AR's means washed out. Frechet: distance of the "
+    "pictures' features to AR's (AR's own: to a second AR run's, the noise floor)."
 )
 
 
@@ -108,6 +111,7 @@ DECODER = {
     "scene_score_by_category?": OrNull({"*": SCORE}),
     "texture?": OrNull({"laplacian_variance": AMOUNT, "luma_deviation": AMOUNT}),
     "code_entropy?": OrNull(AMOUNT),
+    "frechet?": OrNull({"to_ar": AMOUNT, "to_real": OrNull(AMOUNT)}),
 }
 SCHEMA = {
     "model": TEXT,
@@ -150,6 +154,7 @@ class DecoderReport:
     scene_score_by_category: dict[str, Interval] | None = None
     texture: dict[str, float] | None = None
     code_entropy: float | None = None
+    frechet: dict[str, float | None] | None = None
     extra: dict = field(default_factory=dict)
 
     def to_dict(self, ar: "DecoderReport | None") -> dict:
@@ -232,6 +237,7 @@ def table_markdown(report: dict) -> str:
                 "scene score": _format(entry["scene_score"], "{0[value]:.3f} [{0[low]:.3f}, {0[high]:.3f}]"),
                 "NLL": f"{entry['nll']:.3f}{difference}",
                 "texture": _format(entry.get("texture"), "{0[laplacian_variance]:.0f}"),
+                "Frechet": _format(entry.get("frechet"), "{0[to_ar]:.1f}"),
             }
         )
     return markdown(table, [":--", ":-:"])

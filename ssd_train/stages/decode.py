@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 from hydra.utils import instantiate
@@ -42,7 +43,7 @@ def check(run: Run) -> None:
     tracking.check(run.cfg)
     run.prompts([Split.TEST], run.cfg.decode.prompts)
     configured_decoders(run)
-    _optional(run, "scorer"), _optional(run, "category")
+    _optional(run, "scorer"), _optional(run, "category"), _optional(run, "features")
     if run.cfg.decode.heads:
         read_config(run.heads_dir)
 
@@ -55,23 +56,31 @@ def run(run: Run, folder: str = "decode") -> None:
     decoders = make_decoders(run)
     directory = run.output / folder
     drawn = picture_shape(run) is not None
-    content = drawn, run.cfg.model.get("scorer"), [[p.index, p.text] for p in prompts]
+    content = drawn, run.cfg.model.get("scorer"), run.cfg.model.get("features"), [[p.index, p.text] for p in prompts]
     parts = {name: run.output / "parts" / identity(run, name, d, *content) for name, d in decoders.items()}
     seconds, drafting = time_decoders(run, decoders, samples[: cfg.timed_images])
-    scorer = _optional(run, "scorer")
+    scorer, features = _optional(run, "scorer"), _optional(run, "features")
 
     def measure(batch: Sequence[Sample], decoded: Decoded) -> dict[str, Tensor]:
-        """The trace and, of images that are drawn, their texture [B] and, if there is a scorer, whether they are right
-        [B]."""
+        """The trace and, of images that are drawn, their texture [B] and, if there are such settings, features [B, D]
+        and whether they are right [B]."""
         tensors = {f"trace.{key}": tensor for key, tensor in decoded.trace.tensors().items()}
         if drawn:
             images = backbone.decode_pixels(decoded.tokens)
             tensors |= {f"texture.{key}": tensor for key, tensor in metrics.texture(images).items()}
+            if features is not None:
+                tensors["features"] = torch.as_tensor(features(images.numpy()))
             if scorer is not None:
                 tensors["right"] = torch.as_tensor(scorer(images.numpy(), [sample.text for sample in batch]))
         return tensors
 
     files = {name: decode_parts(run, d, samples, name, parts[name], measure) for name, d in decoders.items()}
+    again = None
+    if features is not None and drawn and "ar" in decoders and len(decoders) > 1 and len(samples) > 1:
+        # How far apart two sets of AR's pictures are, which no decoder can be told to be better than.
+        others = [Sample(sample.text, sample_seed(sample.seed, 1)) for sample in samples]
+        folder = parts["ar"].with_name(f"{parts['ar'].name}-again")
+        again = decode_parts(run, decoders["ar"], others, "ar, other seeds", folder, measure)
     run.meet()
     if run.world.rank > 0:
         return
@@ -79,6 +88,11 @@ def run(run: Run, folder: str = "decode") -> None:
     entries, pictures = {}, {}
     first = {prompt.text: i for i, prompt in reversed(list(enumerate(prompts)))}
     shown = sorted(first.values())[: cfg.pictures]  # a caption once
+    of_ar = _gather(files["ar"])[0]["features"] if again else None
+    if again and all(prompt.image for prompt in prompts):
+        real = torch.as_tensor(features(np.stack([prompt.image() for prompt in prompts])))
+    else:
+        real = None
     for name, decoder in decoders.items():
         found, traces = _gather(files[name])
         tokens, right = found["tokens"], found.get("right")
@@ -100,6 +114,14 @@ def run(run: Run, folder: str = "decode") -> None:
             scene_score_by_category=None if right is None else _by_category(run, prompts, right),
             texture={key: float(values.mean()) for key, values in _under("texture.", found).items()} or None,
             code_entropy=metrics.code_entropy(tokens, backbone.vocabulary),
+            frechet=None
+            if of_ar is None
+            else {
+                "to_ar": metrics.frechet_distance(
+                    of_ar, _gather(again)[0]["features"] if name == "ar" else found["features"]
+                ),
+                "to_real": None if real is None else metrics.frechet_distance(real, found["features"]),
+            },
         )
     _draw(run, directory, entries, pictures, [prompts[i].text for i in shown])
     heads = read_config(run.heads_dir) if (run.heads_dir / "config.json").exists() else None

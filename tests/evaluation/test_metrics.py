@@ -245,3 +245,16 @@ def test_wilson():
         metrics.wilson(11, 10)
     with pytest.raises(ValueError, match="0 successes of 0"):
         metrics.wilson(0, 0)
+
+
+def test_the_frechet_distance_is_torchmetrics():
+    from torchmetrics.image.fid import _compute_fid
+
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 6, dtype=torch.float64), 2 * torch.randn(30, 6, dtype=torch.float64) + 1
+    a[:, 5] = a[:, 4]  # a covariance that is singular
+    expected = float(_compute_fid(a.mean(0), torch.cov(a.T), b.mean(0), torch.cov(b.T)))
+    assert metrics.frechet_distance(a, b) == pytest.approx(expected)
+    assert metrics.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ValueError, match="1 and 30 images; a covariance needs two"):
+        metrics.frechet_distance(a[:1], b)

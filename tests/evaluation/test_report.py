@@ -74,7 +74,7 @@ def test_without_ar_there_is_no_speed_up(tmp_path):
     entry = write_report(report, tmp_path)["decoders"]["ssd"]
     assert [entry[k] for k in ("step_speedup", "wall_speedup", "pass_ratio", "nll_distance")] == [None] * 4
     assert (
-        "| ssd | no | 32.0 | 0.19 | - | - | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 | 605 |"
+        "| ssd | no | 32.0 | 0.19 | - | - | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 | 605 | - |"
         in (tmp_path / "report.md").read_text()
     )
 
@@ -172,10 +172,10 @@ def test_nothing_is_written_if_the_contract_is_broken(tmp_path):
 def test_the_table():
     lines = table_markdown(example().to_dict()).splitlines()
     assert len(lines) == 4
-    assert {line.count("|") for line in lines} == {12}
-    assert lines[2] == "| ar | yes | 256.0 | 0.02 | 1.00x | 1.00x | 0.0% | - | 0.900 [0.870, 0.920] | 3.250 | 810 |"
+    assert {line.count("|") for line in lines} == {13}
+    assert lines[2] == "| ar | yes | 256.0 | 0.02 | 1.00x | 1.00x | 0.0% | - | 0.900 [0.870, 0.920] | 3.250 | 810 | - |"
     assert lines[3] == (
-        "| ssd | no | 32.0 | 0.19 | 8.00x | 5.00x | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 (-0.125) | 605 |"
+        "| ssd | no | 32.0 | 0.19 | 8.00x | 5.00x | 12.5% | 60.0% | 0.880 [0.850, 0.900] | 3.125 (-0.125) | 605 | - |"
     )
 
 

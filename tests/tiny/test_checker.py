@@ -3,9 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import JanusForConditionalGeneration
 
-from ssd_train.tiny.checker import check, check_batch, find_objects, score
+from ssd_train.evaluation.metrics import frechet_distance
+from ssd_train.tiny.checker import check, check_batch, find_objects, score, wholeness
 from ssd_train.tiny.scenes import CATEGORIES, render, sample_scene
 from ssd_train.tiny.train_vq import decode, encode
 
@@ -115,3 +117,18 @@ def test_mirrored_positions_are_wrong():
 
 def test_no_objects_is_wrong():
     assert not check(np.full((64, 64, 3), 128, np.uint8), "a circle")
+
+
+def test_the_more_tokens_are_wrong_the_farther_pictures_are(drawn, vq):
+    """Renders through the tokenizer against others (the floor), and with 2, 10 and 50 % of their tokens replaced: the
+    Frechet distance between what the checker measures of them."""
+    reference, tokens = decode(vq, encode(vq, drawn[1][:40])), encode(vq, drawn[1][60:100])
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(vq.config.num_embeddings, tokens.shape, generator=generator)
+    order = torch.rand(tokens.shape, generator=generator)
+    distances = [
+        frechet_distance(*(torch.tensor(wholeness(images)) for images in (reference, decode(vq, changed))))
+        for changed in (tokens.where(order > share, noise) for share in (0, 0.02, 0.1, 0.5))
+    ]
+    assert distances == sorted(distances)
+    assert distances[1] > 2 * distances[0] > 0
