@@ -17,7 +17,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from ssd_train.cache.shards import CacheDtype, place
+from ssd_train.cache.shards import SECRET, SECRETS_MEND, CacheDtype, place
 from ssd_train.decoding import phrases
 from ssd_train.heads.corrector import CorrectorSpec
 
@@ -214,7 +214,9 @@ def explain_typos(overrides: Sequence[str]) -> None:
     has: Hydra's own message does not list them."""
     groups = {"hydra", *(path.name for path in conf_dir().iterdir() if path.is_dir())}
     for override in overrides:
-        key, equals, _ = override.lstrip("+~").partition("=")
+        key, equals, value = override.lstrip("+~").partition("=")
+        if SECRET.search(value):  # before Hydra writes its files
+            raise ValueError(f"{key} is a URL with {SECRETS_MEND}")
         parts = key.split(".")
         if not equals or not all(part.isidentifier() for part in parts) or parts[0] in groups - {"head"}:
             continue
@@ -280,6 +282,10 @@ def check(cfg: Config) -> None:
         value = OmegaConf.select(cfg, name)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}")
+    if cfg.cache.dir is not None:
+        place(cfg.cache.dir)
+    if not cfg.output.strip() or cfg.cache.dir == "":
+        raise ValueError(f"output={cfg.output!r}, cache.dir={cfg.cache.dir!r}; expected folders")
     if not cfg.stages:
         raise ValueError(f"stages is empty; expected some of {[stage.name for stage in Stage]}")
     if cfg.head.k_horizontal + cfg.head.k_vertical == 0:

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import logging
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -63,6 +64,8 @@ def take(source: PromptSource, splits: Collection[Split], count: int, scan: int 
 
 LONGEST = 10_000
 """Characters of a prompt; a longer one is no caption but a file read in the wrong way."""
+LONGEST_ROW, LONGEST_LIST = 2**24, 2**28
+"""Characters of a line, which may hold a picture, and of a .json file: a small .gz can unpack to any number."""
 
 Row = tuple[str, dict[str, Any] | None]
 """Where it stands ("line 3", "row 2"), and its columns; None if the line is blank."""
@@ -140,7 +143,7 @@ class DatasetPrompts:
             yield from self.read(path)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}); save it as such") from error
-        except (OSError, EOFError, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, csv.Error) as error:
             raise ValueError(f"{path} cannot be read to its end ({error}); make it again") from error
 
     def _data_set(self) -> Iterator[Row]:
@@ -171,9 +174,20 @@ MEND = (
 
 
 def _lines(path: Path) -> Iterator[Row]:
+    for place, line in _numbered(path):
+        yield place, {"text": line.rstrip("\r\n")}
+
+
+def _numbered(path: Path) -> Iterator[tuple[str, str]]:
     with _text(path) as file:
-        for number, line in enumerate(file, 1):
-            yield f"line {number}", {"text": line.rstrip("\r\n")}
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_ROW + 1), ""), 1):
+            _require_length(path, f"line {number}", line, LONGEST_ROW)
+            yield f"line {number}", line
+
+
+def _require_length(path: Path, place: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise ValueError(f"{path}, {place}: more than {most} characters; expected a prompt a line; {MEND}")
 
 
 def _objects(path: Path) -> Iterator[Row]:
@@ -181,13 +195,13 @@ def _objects(path: Path) -> Iterator[Row]:
         with _text(path) as file:
             if file.read(4096).lstrip().startswith("["):
                 file.seek(0)
-                for number, row in enumerate(_parse(path, "the list", file.read()), 1):
+                text = file.read(LONGEST_LIST + 1)
+                _require_length(path, "the list", text, LONGEST_LIST)
+                for number, row in enumerate(_parse(path, "the list", text), 1):
                     yield f"object {number}", _object(path, f"object {number}", row)
                 return
-    with _text(path) as file:
-        for number, line in enumerate(file, 1):
-            place = f"line {number}"
-            yield place, _object(path, place, _parse(path, place, line)) if line.strip() else None
+    for place, line in _numbered(path):
+        yield place, _object(path, place, _parse(path, place, line)) if line.strip() else None
 
 
 def _parse(path: Path, place: str, text: str) -> Any:
@@ -205,6 +219,7 @@ def _object(path: Path, place: str, row: Any) -> dict[str, Any]:
 
 def _table(path: Path) -> Iterator[Row]:
     with _text(path, newline="") as file:
+        csv.field_size_limit(LONGEST_ROW)
         rows = csv.DictReader(file, delimiter="\t" if ".tsv" in path.name.lower() else ",")
         for row in rows:
             if None in row:

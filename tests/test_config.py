@@ -380,3 +380,11 @@ def test_the_smoke_experiment_runs_every_stage(tmp_path):
         assert "figures mean nothing" in text
     noise = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"[Ww]arning|Tip:|litlogger", line)]
     assert noise == []
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/cache", "s3://secret@bucket", "https://host/cache?key=secret"])
+@pytest.mark.parametrize("name", ["cache.dir", "+model.prompts.path", "++logger.base_url"])
+def test_a_secret_in_a_url_is_refused_before_a_file_is_written(name, url):
+    with pytest.raises(ValueError, match=r"is a URL with a user, password or query.*\(~/.netrc\)") as caught:
+        config.explain_typos([f"{name}={url}"])
+    assert "secret" not in str(caught.value)

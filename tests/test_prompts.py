@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from ssd_train import prompts
 from ssd_train.prompts import DatasetPrompts, Prompt, Split, split_of, take
 from ssd_train.tiny.checker import category
 from ssd_train.tiny.prompts import GrammarPrompts
@@ -110,6 +111,8 @@ def test_a_parquet_file_of_prompts(tmp_path):
 
 
 LONG = '{"text": "%s"}\n' % ("word " * 2001)
+FLIPPED = bytearray(gzip.compress(os.urandom(999).hex().encode()))
+FLIPPED[200] ^= 255
 REFUSED = [
     (
         "big.jsonl",
@@ -139,6 +142,9 @@ REFUSED = [
         gzip.compress(b"a cat\n" * 9999)[:60],
         r"cut.txt.gz cannot be read to its end \(.*\); make",
     ),
+    ("bomb.txt.gz", gzip.compress(bytes(2**24 + 9)), r"bomb.txt.gz, line 1: more than 16777216 characters; expected a"),
+    ("bomb.json.gz", gzip.compress(b"[" + bytes(9999)), r"bomb.json.gz, the list: more than 5000 characters"),
+    ("flip.txt.gz", FLIPPED, r"flip.txt.gz cannot be read to its end \(.*\); make it again"),
     ("no.txt.gz", b"a cat\n", r"no.txt.gz cannot be read to its end \(.*gzipped.*\); make"),
     ("no.parquet", b"a cat\n", r"no.parquet cannot be read to its end \(row 1: .*\); make"),
     (
@@ -150,7 +156,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, content, message", REFUSED, ids=[name for name, *_ in REFUSED])
-def test_a_file_that_is_no_list_of_prompts_is_refused_by_its_line(tmp_path, name, content, message):
+def test_a_file_that_is_no_list_of_prompts_is_refused_by_its_line(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.setattr(prompts, "LONGEST_LIST", 5000)
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         list(DatasetPrompts(str(tmp_path / name)))

@@ -1,16 +1,19 @@
 """Reading checkpoints strictly, from a local directory or a hub."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
 
+from ssd_train.processes.files import parse_object
+
+MEND = "copy or download the checkpoint again"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ATTENTION = ("sdpa", "eager")  # flash attention would ignore the KV cache's masks
 
@@ -48,7 +51,7 @@ def family_folder(checkpoint: str, revision: str | None, model_type: str) -> Pat
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json; expected a checkpoint of model_type {model_type}")
-    require_family(json.loads(file.read_text()), model_type, checkpoint)
+    require_family(parse_object(file.read_bytes(), file, MEND, ValueError), model_type, checkpoint)
     return folder
 
 
@@ -77,12 +80,15 @@ def read_tensors(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Ten
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(parse_object(index.read_bytes(), index, MEND, ValueError)["weight_map"].values())
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}; expected {', '.join(sorted(names))}")
-        tensors |= {key: tensor.to(dtype) for key, tensor in load_file(folder / name, device).items()}
+        try:
+            tensors |= {key: tensor.to(dtype) for key, tensor in load_file(folder / name, device).items()}
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is no whole safetensors file ({error}); {MEND}") from error
     return tensors
 
 

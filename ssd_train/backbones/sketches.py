@@ -4,7 +4,6 @@ Their tokenizer knows bytes only. Special and image tokens have the ids of the p
 vocabulary keep their order.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from inspect import signature
 from itertools import count
@@ -17,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from ssd_train.backbones.checkpoints import numerics, require_family
+from ssd_train.backbones.checkpoints import MEND, numerics, require_family
+from ssd_train.processes.files import parse_object
 
 if TYPE_CHECKING:
     from ssd_train.backbones.base import Backbone
@@ -41,7 +41,7 @@ def sketch(model: DictConfig, device: str = "meta") -> "Backbone":
     settings = OmegaConf.to_container(model.backbone, resolve=True)
     checkpoint = settings.get("checkpoint")
     if checkpoint and (config := Path(checkpoint, "config.json")).is_file():
-        settings["architecture"] = json.loads(config.read_text())
+        settings["architecture"] = parse_object(config.read_bytes(), config, MEND, ValueError)
         if expected := getattr(adapter, "model_type", None):
             require_family(settings["architecture"], expected, checkpoint)
     elif model.get("architecture"):

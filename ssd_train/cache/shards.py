@@ -17,24 +17,32 @@ import io
 import json
 import math
 import os
-import shlex
+import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from webdataset.gopen import Pipe, gopen
+from webdataset.gopen import Pipe
 
-from ssd_train.processes.files import claim, sha256, write_atomically
+from ssd_train.processes.files import (
+    DamagedFile,
+    claim,
+    read_json,
+    replacing,
+    sha256,
+    unsealed,
+    write_json,
+)
 from ssd_train.prompts import split_of
 
 
@@ -59,7 +67,8 @@ class CacheError(RuntimeError):
 @dataclass(frozen=True)
 class Sample:
     """tokens [h, w] int32; states, as :func:`pack` makes them of the H before the final norm that predicted these;
-    ``backbone`` the fingerprint of whose states they are. All on the host."""
+    ``backbone`` the fingerprint of whose states they are; ``picture`` the digest of the one that the tokens were read
+    off, if any. All on the host."""
 
     index: int
     prompt: str
@@ -67,10 +76,11 @@ class Sample:
     tokens: Tensor
     states: dict[str, Tensor]
     backbone: str
+    picture: str = ""
 
     @classmethod
     def of(cls, index: int, prompt: str, seed: int, tokens: Tensor, hidden: Tensor, backbone: str,
-           dtype: CacheDtype) -> "Sample":  # fmt: skip
+           dtype: CacheDtype, picture: str = "") -> "Sample":  # fmt: skip
         """From states [S, L, d], which are converted where they lie. Raises CacheError if one is not finite."""
         states = pack(hidden, dtype)
         # NaN is the largest and smallest of what it is among; isfinite() of everything takes ten times as long.
@@ -80,7 +90,7 @@ class Sample:
                 f"a state of sample {index} ({prompt!r}) is NaN or infinite: the backbone overflowed; try "
                 "model.backbone.dtype=float32"
             )
-        return cls(index, prompt, seed, tokens.int().cpu(), {k: v.cpu() for k, v in states.items()}, backbone)
+        return cls(index, prompt, seed, tokens.int().cpu(), {k: v.cpu() for k, v in states.items()}, backbone, picture)
 
     @property
     def hidden(self) -> Tensor:
@@ -88,9 +98,13 @@ class Sample:
         return unpack(self.states)
 
 
+IDENTITY = {"index": int, "prompt": str, "seed": int, "backbone": str, "picture": str}
+"""What a sample is, as its JSON says it."""
+
+
 @dataclass(frozen=True)
 class ShardEntry:
-    """``samples`` holds (index, hash of the prompt, split) of each, so that comparing and counting need no tar."""
+    """``samples`` holds what :func:`describe` says of each, so that comparing and counting need no tar."""
 
     bytes: int
     sha256: str
@@ -166,8 +180,7 @@ def _encode(sample: Sample) -> Iterator[bytes | memoryview]:
     checksum = 0
     for part in payload:
         checksum = zlib.crc32(part, checksum)
-    info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "backbone": sample.backbone}
-    info["crc32"] = checksum
+    info = {name: getattr(sample, name) for name in IDENTITY} | {"crc32": checksum}
     for extension, parts in {"safetensors": payload, "json": [json.dumps(info, sort_keys=True).encode()]}.items():
         member = tarfile.TarInfo(f"{sample.index:08d}.{extension}")
         member.size = sum(map(len, parts))
@@ -187,6 +200,7 @@ class StoredSample:
     prompt: str
     seed: int
     backbone: str
+    picture: str
     crc32: int
     payload: int | bytes
     size: int
@@ -203,7 +217,7 @@ class StoredSample:
         """With tensors of its own; raises CacheError as :meth:`read` does."""
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.layout().items()}
         self.read(tensors)
-        return Sample(self.index, self.prompt, self.seed, tensors.pop("tokens"), tensors, self.backbone)
+        return Sample(self.index, self.prompt, self.seed, tensors.pop("tokens"), tensors, self.backbone, self.picture)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Its tensors, into contiguous ones of its layout. Raises CacheError if they are damaged, or of another
@@ -242,23 +256,26 @@ class StoredSample:
         return head, _layout(head[8:], self.size - len(head))
 
 
-def stored_samples(url: str | Path) -> Iterator[StoredSample]:
+def stored_samples(url: str | Path, most: int | None = None) -> Iterator[StoredSample]:
     """What a shard holds, in its order. Of a file only headers and JSON are read; what comes through a pipe is read
-    whole. Raises CacheError for a damaged sample, and for the tar itself what ``tarfile`` and ``open`` raise."""
-    stream = gopen(str(url))
+    whole, though no member of more than ``most`` bytes. Raises CacheError for a damaged sample, and for the tar itself
+    what ``tarfile`` and ``open`` raise."""
+    stream = _open(url)
     piped = isinstance(stream, Pipe)  # closing one complains that the other end has not been read
     with nullcontext() if piped else stream, tarfile.open(fileobj=stream, mode="r|" if piped else "r:") as tar:
         for key, members in groupby(tar, lambda member: member.name.rpartition(".")[0]):
             payload, info, size = None, {}, 0
             try:
                 for member in members:
+                    if most is not None and member.size > most:
+                        raise ValueError(f"{member.name} has {member.size} bytes; expected at most {most}")
                     if member.name == f"{key}.safetensors":
                         size = member.size
                         payload = tar.extractfile(member).read() if piped else member.offset_data
                     elif member.name == f"{key}.json":
                         info = json.loads(tar.extractfile(member).read())
-                values = {name: info[name] for name in ("index", "prompt", "seed", "backbone", "crc32")}
-                if list(map(type, values.values())) != [int, str, int, str, int] or payload is None:
+                values = {name: info[name] for name in (*IDENTITY, "crc32")}
+                if list(map(type, values.values())) != [*IDENTITY.values(), int] or payload is None:
                     raise ValueError(f"it holds {size} bytes of tensors, and {values}")
             except (ValueError, KeyError, TypeError) as error:
                 raise CacheError(
@@ -270,9 +287,38 @@ def stored_samples(url: str | Path) -> Iterator[StoredSample]:
 # -- a directory of shards ----------------------------------------------------------------------------------------
 
 
+SCHEMES = "http", "https", "s3"
+SECRET = re.compile(r"://[^/]*@|://.*\?")
+"""A URL with a user and password, or with a query, as signed ones have."""
+SECRETS_MEND = (
+    "a user, password or query, which would get into files and logs; expected one without, and these where curl "
+    "(~/.netrc) or aws look for them"
+)
+LONGEST_INDEX = 2**30
+"""Bytes, under a URL as well."""
+RETRIES = "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2"
+
+
 def place(directory: str | Path) -> str | Path:
-    """Where a cache lies: a path, or a URL as it stands."""
-    return directory.rstrip("/") if isinstance(directory, str) and "://" in directory else Path(directory)
+    """Where a cache lies: a path, or a URL as it stands. Raises ValueError for a URL of another scheme, or with a
+    secret in it, which would get into files and logs."""
+    scheme, separator, _ = str(directory).partition("://")
+    if isinstance(directory, Path) or not separator:
+        return Path(directory).expanduser()
+    if scheme not in SCHEMES:
+        raise ValueError(f"cache.dir is a URL of {scheme!r}; expected a directory, or one of {', '.join(SCHEMES)}")
+    if SECRET.search(directory):
+        raise ValueError(f"cache.dir is a URL with {SECRETS_MEND}")
+    return directory.rstrip("/")
+
+
+def _open(url: str | Path) -> BinaryIO:
+    """A path is a file, whatever its name; a string is a URL. No shell sees it."""
+    if isinstance(url, Path):
+        return open(url, "rb")
+    if url.startswith("s3://"):
+        return Pipe(["aws", "s3", "cp", url, "-"], mode="r")
+    return Pipe(["curl", "--netrc-optional", *RETRIES, "-fsSL", url], mode="r", ignore_status=[141, 23])
 
 
 class ShardCache:
@@ -299,11 +345,10 @@ class ShardCache:
             )
 
     def pin(self, manifest: dict) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.manifest_path, json.dumps(manifest, indent=2, sort_keys=True).encode())
+        write_json(self.manifest_path, manifest)
 
     def manifest(self) -> dict:
-        return self._read("manifest.json", lambda text: dict(json.loads(text)))
+        return self._read("manifest.json", "put back a copy of it, or use another cache.dir")
 
     @cached_property
     def entries(self) -> dict[int, ShardEntry]:
@@ -336,25 +381,26 @@ class ShardCache:
                 old = []
             new += old[count:]
             if new != old:
-                write_atomically(self.directory / "index.json", json.dumps([asdict(entry) for entry in new]).encode())
+                write_json(self.directory / "index.json", {"shards": [asdict(entry) for entry in new]}, indent=None)
 
     def path(self, shard: int) -> Path:
         return self.directory / f"{shard:05d}.tar"
 
-    def url(self, file: int | str) -> str:
-        """What webdataset opens to read a shard, by its number, or another file of the cache, by its name."""
-        where = f"{self.directory}/{f'{file:05d}.tar' if isinstance(file, int) else file}"
-        return f"pipe:aws s3 cp {shlex.quote(where)} -" if where.startswith("s3://") else where
+    def url(self, file: int | str) -> str | Path:
+        """A shard, by its number, or another file of the cache, by its name."""
+        name = f"{file:05d}.tar" if isinstance(file, int) else file
+        return f"{self.directory}/{name}" if self.remote else self.directory / name
 
     def _index(self) -> list[ShardEntry]:
-        return self._read("index.json", lambda text: [ShardEntry(**entry) for entry in json.loads(text)])
+        index = self._read("index.json", "re-run the cache stage to mend it")
+        return [ShardEntry(**entry) for entry in index["shards"]]
 
-    def _read(self, name: str, parse: Callable[[bytes], Any]) -> Any:
-        """A file of the cache, parsed. Raises CacheError if it is not there, or not what it should be."""
+    def _read(self, name: str, mend: str) -> dict:
+        """A JSON file of the cache. Raises CacheError if it is not there, or not what was written."""
         try:
-            with gopen(self.url(name)) as file:
-                return parse(file.read())
-        except (OSError, ValueError, TypeError) as error:
+            with _open(self.url(name)) as file:
+                text = file.read(LONGEST_INDEX)
+        except OSError as error:
             if isinstance(error, FileNotFoundError) and not self.remote:
                 reason = f"there is no cache in {self.directory} (no {name}); run the cache stage first"
             else:
@@ -363,15 +409,15 @@ class ShardCache:
                     "made in a directory and can then be copied to where a URL leads"
                 )
             raise CacheError(reason) from error
+        return unsealed(text, name, f"{self.directory}/{name}", mend, CacheError)
 
     def write(self, shard: int, samples: Iterable[Sample]) -> ShardEntry:
         """Writes a shard so that it is there whole or not at all, sample by sample. A full disk raises CacheError;
         nothing is left."""
         path = self.path(shard)
-        temporary = path.with_suffix(".tmp")
         described, backbone, size, digest = [], "", 0, hashlib.sha256()
         try:
-            with temporary.open("wb") as file:
+            with replacing(path) as file:
 
                 def write(part: bytes | memoryview) -> None:
                     for start in range(0, len(part), CHUNK):
@@ -381,16 +427,13 @@ class ShardCache:
                 for sample in samples:
                     for part in _encode(sample):
                         write(part)
-                    described.append(describe(sample.index, sample.prompt))
+                    described.append(describe(sample))
                     backbone = sample.backbone
                 write(bytes(2 * tarfile.BLOCKSIZE))
                 write(bytes(-file.tell() % tarfile.RECORDSIZE))
                 size = file.tell()
-                file.flush()
-                os.fsync(file.fileno())
             entry = ShardEntry(size, digest.hexdigest(), backbone, described)
-            temporary.replace(path)
-            write_atomically(path.with_suffix(".json"), json.dumps(asdict(entry), sort_keys=True).encode())
+            write_json(path.with_suffix(".json"), asdict(entry), indent=None)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise CacheError(
@@ -398,8 +441,6 @@ class ShardCache:
                     "Free some space (cache.dtype=int8 halves bfloat16) and run the same command again."
                 ) from error
             raise
-        finally:
-            temporary.unlink(missing_ok=True)
         return entry
 
     def entry(self, shard: int, verify: bool = False) -> ShardEntry | None:
@@ -410,13 +451,18 @@ class ShardCache:
             return self.entries.get(shard)
         path = self.path(shard)
         try:
-            entry = ShardEntry(**json.loads(path.with_suffix(".json").read_text()))
+            entry = ShardEntry(**read_json(path.with_suffix(".json"), "the shard is made again") or {})
             whole = path.stat().st_size == entry.bytes and not (verify and sha256(path) != entry.sha256)
-        except (FileNotFoundError, ValueError, TypeError):
+        except (FileNotFoundError, DamagedFile, TypeError):
             return None
         return entry if whole else None
 
 
-def describe(index: int, prompt: str) -> list:
-    """What a shard's entry says about a sample."""
-    return [index, hashlib.sha256(prompt.encode()).hexdigest()[:16], str(split_of(prompt))]
+def describe(sample: Sample | StoredSample) -> list:
+    """What a shard's entry says about a sample: its index, a hash of all that decides its tokens, its split."""
+    return description(sample.index, sample.prompt, sample.seed, sample.picture)
+
+
+def description(index: int, prompt: str, seed: int, picture: str) -> list:
+    what = hashlib.sha256(f"{seed} {picture} {prompt}".encode()).hexdigest()[:16]
+    return [index, what, str(split_of(prompt))]

@@ -5,7 +5,6 @@ end: what stands there is no neighbour in the picture, and some families put an 
 N items (tokens of a row end to end, row after row), V image vocabulary, M phrases.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,11 +20,15 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
-from ssd_train.processes.files import write_atomically
+from ssd_train.processes.files import read_json, write_json
 
 FIRST_CHARACTER = 0xF0000
 """Token 0 as a character: Unicode's two private planes hold 131,072 of them, and nothing there is split or folded."""
 LARGEST_VOCABULARY = 0x110000 - FIRST_CHARACTER
+KIND = "phrases"
+"""Of a library, whatever its file is called."""
+MOST_PHRASES, LONGEST_PHRASE = 100_000, 1_000
+"""Matching holds a table of phrases by ids, and a flag for each phrase and item."""
 
 
 class PhrasesError(ValueError):
@@ -69,6 +72,10 @@ class Library:
     phrases: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if len(self.phrases) > MOST_PHRASES or max(map(len, self.phrases), default=0) > LONGEST_PHRASE:
+            raise PhrasesError(
+                f"{len(self.phrases)} phrases; expected at most {MOST_PHRASES}, none of more than {LONGEST_PHRASE} ids"
+            )
         for phrase in self.phrases:
             if len(phrase) < 2 or not all(0 <= token < self.vocabulary for token in phrase):
                 raise PhrasesError(f"{phrase} is no phrase; expected two or more ids from 0 to {self.vocabulary - 1}")
@@ -76,15 +83,15 @@ class Library:
 
 def save(path: Path, library: Library) -> None:
     """One JSON file, whole or not at all; the phrases come last in it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(asdict(library)).encode())
+    write_json(path, asdict(library), KIND, indent=None)
 
 
 def load(path: Path) -> Library:
-    if not path.exists():
+    content = read_json(path, "run stages=[cache,phrases] to mend it", PhrasesError, KIND)
+    if content is None:
         raise PhrasesError(f"there is no phrase library {path}; run stages=[cache,phrases] with these settings first")
     try:
-        return Library(**json.loads(path.read_text()))
+        return Library(**content)
     except (ValueError, TypeError) as error:
         raise PhrasesError(
             f"{path} is not a phrase library that this version knows ({error}); run stages=[cache,phrases] to mend it"

@@ -26,8 +26,8 @@ class CorrectorSpec:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"corrector.{name} is {value}; expected at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"corrector.{name} is {value!r}; expected at least 1")
 
 
 class Gated(nn.Module):

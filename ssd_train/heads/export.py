@@ -1,6 +1,6 @@
 """Trained heads on disk and on the Hugging Face hub: model.safetensors, config.json and a model card. No pickle."""
 
-import json
+import hashlib
 from pathlib import Path
 
 import safetensors.torch
@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from ssd_train.backbones.base import Backbone
 from ssd_train.finite import require_finite
 from ssd_train.heads.predictors import Heads, HeadSpec, name
-from ssd_train.processes.files import write_atomically
+from ssd_train.processes.files import read_json, sealed, sha256, write_atomically, write_together
 
 CARD = """---
 library_name: ssd_train
@@ -32,6 +32,8 @@ images. Load them with `ssd_train.heads.export.load_heads(directory or hub id, b
 
 
 FILES = "model.safetensors", "config.json", "README.md"
+FIELDS = {"heads": dict, "grid": list, "backbone": str, "fingerprint": str, "training": dict, "weights": str}
+MEND = "export the heads again (stages=[export]), or copy them again"
 
 
 class HeadsError(ValueError):
@@ -39,7 +41,7 @@ class HeadsError(ValueError):
 
 
 def save_heads(directory: str | Path, heads: Heads, backbone: Backbone, training: dict) -> None:
-    """Writes the export; config.json comes last, so that an interrupted export is not taken for a whole one.
+    """Writes the export. The one before it stays until this one is whole on the disk.
 
     ``training`` is a JSON-able summary: "samples", "validation" (metrics by name) and whatever else is known. Raises
     HeadsError for weights that are NaN or infinite.
@@ -47,24 +49,31 @@ def save_heads(directory: str | Path, heads: Heads, backbone: Backbone, training
     directory = Path(directory)
     require_finite(heads.state_dict(), "training left them so; lower head.lr, and train again", HeadsError)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").unlink(missing_ok=True)
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in heads.state_dict().items()}
-    write_atomically(directory / "model.safetensors", safetensors.torch.save(tensors))
+    weights = safetensors.torch.save(tensors)
     config = {
-        "format": 1,
+        "format": 2,
         "heads": heads.config(),
         "grid": [backbone.grid.height, backbone.grid.width],
         "end_of_line": backbone.grid.end_of_line,
         "backbone": backbone.name,
         "fingerprint": backbone.fingerprint,
         "training": training,
+        "weights": hashlib.sha256(weights).hexdigest(),
     }
-    write_card(directory, config)
-    write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
+    write_together({
+        directory / "config.json": sealed(config, "config.json", indent=2),
+        directory / "README.md": _card(config, "Not measured yet."),
+        directory / "model.safetensors": weights,
+    })  # fmt: skip
 
 
-def write_card(directory: Path, config: dict, measured: str = "Not measured yet.") -> None:
+def write_card(directory: Path, config: dict, measured: str) -> None:
     """The model card; ``measured`` is a markdown table of decoding figures."""
+    write_atomically(Path(directory) / "README.md", _card(config, measured))
+
+
+def _card(config: dict, measured: str) -> bytes:
     metrics = config["training"].get("validation", {})
     rows = ["| head | acceptance rate | top-1 agreement |", "|---|---|---|"]
     labels = {name(*pair): "{} +{}".format(*pair) for pair in HeadSpec(**config["heads"]).offsets()}
@@ -78,18 +87,21 @@ def write_card(directory: Path, config: dict, measured: str = "Not measured yet.
     if corrected is not None:
         rows += ["", f"Stale drafts are accepted at a rate of {stale:.3f} as they are, {corrected:.3f} corrected."]
     card = CARD.format(**config, parameters=parameters / 1e6, validation="\n".join(rows), measured=measured)
-    write_atomically(Path(directory) / "README.md", card.encode())
+    return card.encode()
 
 
 def read_config(directory: str | Path) -> dict:
     path = Path(directory) / "config.json"
-    if not path.exists():
+    config = read_json(path, MEND, HeadsError)
+    if config is None:
         raise HeadsError(f"{directory} holds no exported heads (no config.json); run the train and export stages first")
+    for field, kind in FIELDS.items():
+        if not isinstance(config.get(field), kind):
+            raise HeadsError(f"{path}: {field} is {config.get(field)!r}; expected a {kind.__name__}; {MEND}")
     try:
-        config = json.loads(path.read_text())
         HeadSpec(**config["heads"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise HeadsError(f"{path} does not describe heads that this version knows: {error!r}") from error
+    except (ValueError, TypeError) as error:
+        raise HeadsError(f"{path} does not describe heads that this version knows: {error}; {MEND}") from error
     return config
 
 
@@ -117,19 +129,30 @@ def load_heads(source: str | Path, backbone: Backbone, revision: str | None = No
 
 
 def _read_heads(directory: Path, config: dict) -> Heads:
-    heads = Heads(HeadSpec(**config["heads"]))
+    """Nothing is built before the sizes in config.json are those in the header of model.safetensors."""
+    path, spec = directory / "model.safetensors", HeadSpec(**config["heads"])
     try:
-        tensors = safetensors.torch.load_file(directory / "model.safetensors")
+        with safetensors.safe_open(path, "pt") as file:
+            there = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            if spec.k_horizontal + spec.k_vertical + (spec.corrector.depth if spec.corrector else 0) > len(there):
+                raise HeadsError(f"{path} holds {len(there)} tensors; expected those of {spec}; {MEND}")
+            with torch.device("meta"):
+                heads = Heads(spec)
+            wanted = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items()}
+            if wanted != there:
+                wrong = sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key))
+                lines = [
+                    f"  {key}: expected {wanted.get(key, 'nothing')}, found {there.get(key, 'nothing')}"
+                    for key in wrong
+                ]
+                raise HeadsError("\n".join([f"{path} does not match its config.json; {MEND}:", *lines[:20]]))
+            if sha256(path) != config["weights"]:
+                raise HeadsError(f"{path} is damaged: it is not what config.json beside it was written with; {MEND}")
+            tensors = {key: file.get_tensor(key).float() for key in wanted}
     except (OSError, safetensors.SafetensorError) as error:
-        raise HeadsError(f"{directory}/model.safetensors cannot be read ({error}); export the heads again") from error
-    wanted = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items()}
-    there = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    if wanted != there:
-        wrong = sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key))
-        lines = [f"  {key}: expected {wanted.get(key, 'nothing')}, found {there.get(key, 'nothing')}" for key in wrong]
-        raise HeadsError(f"{directory}/model.safetensors does not match its config.json:\n" + "\n".join(lines))
-    require_finite(tensors, f"{directory}/model.safetensors drafts nothing; train and export again", HeadsError)
-    heads.load_state_dict(tensors)
+        raise HeadsError(f"{path} cannot be read ({error}); {MEND}") from error
+    require_finite(tensors, f"{path} drafts nothing; train and export again", HeadsError)
+    heads.load_state_dict(tensors, assign=True)
     return heads.eval().requires_grad_(False)
 
 

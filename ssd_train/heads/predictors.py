@@ -6,7 +6,7 @@ guess into a draft distribution. d is the backbone's width, m the hidden width, 
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from math import inf
 
@@ -50,6 +50,13 @@ class HeadSpec:
     def __post_init__(self) -> None:
         if isinstance(self.corrector, dict):  # as an export's config.json has it
             object.__setattr__(self, "corrector", CorrectorSpec(**self.corrector))
+        for field in fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if kind in (int, float, str) and type(value) is not kind and not (kind is float and type(value) is int):
+                raise ValueError(f"{field.name} is {value!r}; expected a {kind.__name__}")
+        if self.width < 1 or self.vocabulary < 1 or self.hidden < 0:
+            sizes = self.width, self.vocabulary, self.hidden
+            raise ValueError(f"width, vocabulary and hidden are {sizes}; expected 1 or more")
         if self.k_horizontal < 0 or self.k_vertical < 0 or self.k_horizontal + self.k_vertical == 0:
             raise ValueError(
                 f"k_horizontal={self.k_horizontal}, k_vertical={self.k_vertical}: expected >= 0 and at least one head"

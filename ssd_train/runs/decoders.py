@@ -13,7 +13,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
 import yaml
 from hydra.errors import InstantiationException
@@ -28,7 +27,7 @@ from ssd_train.decoding.engine import Decoded, Decoder
 from ssd_train.decoding.trace import Trace
 from ssd_train.evaluation import metrics
 from ssd_train.heads.export import load_heads
-from ssd_train.processes.files import Claims, sha256, share_out, write_atomically
+from ssd_train.processes.files import Claims, DamagedFile, load_tensors, save_tensors, sha256, share_out
 from ssd_train.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ def decode_parts(
     with Claims(directory / "claims.lock") as claims, run.progress(total=len(batches), desc=name, unit="batch") as bar:
 
         def is_there(i: int, again: bool) -> bool:
-            there = files[i].exists()
+            there = _is_whole(files[i])
             bar.update(there)
             return there
 
@@ -164,10 +163,21 @@ def decode_parts(
             nll = metrics.negative_log_likelihood(run.backbone, context, decoded.tokens, run.sampling)
             tensors = {"tokens": decoded.tokens, "nll": nll} | measure(batches[i], decoded)
             tensors = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
-            write_atomically(files[i], safetensors.torch.save(tensors))
+            save_tensors(files[i], tensors)
             claims.release(i)
             bar.update()
     return files
+
+
+def _is_whole(part: Path) -> bool:
+    try:
+        load_tensors(part, "it is made again")
+    except FileNotFoundError:
+        return False
+    except DamagedFile as error:
+        log.warning("%s", error)
+        return False
+    return True
 
 
 def _context(run: Run, samples: Sequence[Sample]) -> tuple[PromptBatch, list[int]]:

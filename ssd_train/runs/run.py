@@ -16,6 +16,7 @@ from ssd_train import config
 from ssd_train.backbones.base import Backbone
 from ssd_train.distributions import Sampling
 from ssd_train.heads.export import heads_folder
+from ssd_train.processes.files import remove_strays
 from ssd_train.processes.world import ALONE, World
 from ssd_train.prompts import Prompt, Split, take
 from ssd_train.runs.plan import require_fit
@@ -28,7 +29,7 @@ class Run:
     def __init__(self, cfg: config.Config, world: World = ALONE):
         self.cfg = cfg
         self.world = world
-        self.output = Path(cfg.output)
+        self.output = Path(cfg.output).expanduser()
         self.device = config.device(cfg, world.local_rank)
         self.sampling = Sampling(**OmegaConf.to_container(cfg.model.sampling, resolve=True))
         if cfg.threads:
@@ -63,6 +64,13 @@ class Run:
     def meet(self) -> None:
         """Waits until all processes are here."""
         self.world.meet("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+
+    def remove_strays(self) -> None:
+        """Removes what killed processes have left half-written. Every stage starts with it."""
+        if self.world.rank == 0:
+            for folder in self.output, self.cache_dir, Path(self.cfg.phrases.path).parent:
+                if isinstance(folder, Path):
+                    remove_strays(folder)
 
     # -- folders ------------------------------------------------------------------------------------------------
 

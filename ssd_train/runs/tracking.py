@@ -96,7 +96,7 @@ def _wandb_identity(cfg: Config, output: Path, training: str, first: bool) -> di
     if (output / "job.json").exists():
         identity["group"] = output.parent.name
     if first:
-        ids = read_json(output / "wandb.json") or {}
+        ids = read_json(output / "wandb.json", "remove it to start a new W&B run") or {}
         if training not in ids:
             ids[training] = secrets.token_hex(4)
             write_json(output / "wandb.json", ids)

@@ -1,5 +1,6 @@
 """Prompts -> tokens and states of both CFG streams, or of the only one without guidance -> shards."""
 
+import hashlib
 import logging
 import math
 import shutil
@@ -26,7 +27,7 @@ from ssd_train.cache.shards import (
     CacheError,
     Sample,
     ShardCache,
-    describe,
+    description,
     pack,
     sample_bytes,
     unpack,
@@ -38,7 +39,8 @@ from ssd_train.decoding.schedules.ar import Autoregressive
 from ssd_train.distributions import Sampling, acceptance_rate, guided_probabilities
 from ssd_train.draws import sample_seed
 from ssd_train.heads.export import load_heads
-from ssd_train.processes.files import Claims, claim, remove_strays, sha256, share_out
+from ssd_train.pictures import Picture
+from ssd_train.processes.files import Claims, claim, sha256, share_out
 from ssd_train.prompts import Prompt, Split, split_of
 from ssd_train.runs import plan
 from ssd_train.runs.run import Run
@@ -61,6 +63,7 @@ def check(run: Run) -> None:
 
 def run(run: Run) -> None:
     cfg = run.cfg.cache
+    run.remove_strays()
     prompts = _prompts(run)
     if Stage.train in run.cfg.stages:
         plan.require_reach(run.cfg, run.backbone.grid)
@@ -77,7 +80,7 @@ def run(run: Run) -> None:
     world = run.world  # each process looks closely at its share, and the others rely on that
     missing = [
         i for i, shard in run.progress(list(enumerate(shards)), desc="checking", unit="shard", delay=2, leave=False)
-        if not _is_there(cache, i, shard, cfg.verify and i % world.size == world.rank)
+        if not _is_there(run, cache, i, shard, cfg.verify and i % world.size == world.rank)
     ]  # fmt: skip
     if cache.remote and missing:
         raise CacheError(
@@ -91,7 +94,6 @@ def run(run: Run) -> None:
         return
     decoder = _decoder(run)
     _estimate(run, cache, sum(len(shards[i]) for i in missing), prompts)
-    remove_strays(cache.directory)
     with claim(cache.directory / "manifest.lock"):
         if not cache.manifest_path.exists():
             cache.pin(identity(run) | _checks(run, prompts))
@@ -105,7 +107,7 @@ def run(run: Run) -> None:
 
         def is_there(shard: int, again: bool) -> bool:
             # What another process has just made needs no hashing.
-            there = _is_there(cache, shard, shards[shard], cfg.verify and not again)
+            there = _is_there(run, cache, shard, shards[shard], cfg.verify and not again)
             bar.update(there)
             return there
 
@@ -135,13 +137,13 @@ def _prompts(run: Run) -> list[Prompt]:
     return prompts
 
 
-def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool) -> bool:
+def _is_there(run: Run, cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool) -> bool:
     """Whether the shard is whole and holds these prompts, and perhaps more: runs with other cache.samples share it.
     Raises CacheError if it holds other ones."""
     entry = cache.entry(shard, verify)
     if entry is None:
         return False
-    wanted = [describe(p.index, p.text) for p in prompts]
+    wanted = [description(p.index, p.text, sample_seed(run.cfg.seed, p.index), _picture(run, p)) for p in prompts]
     if any(a != b for a, b in zip(wanted, entry.samples, strict=False)):
         raise CacheError(
             f"{cache.url(shard)} holds other prompts than model.prompts gives now: the prompt source has changed. "
@@ -150,11 +152,20 @@ def _is_there(cache: ShardCache, shard: int, prompts: list[Prompt], verify: bool
     return len(entry.samples) >= len(wanted)
 
 
+def _picture(run: Run, prompt: Prompt) -> str:
+    """The digest of the picture that the tokens are read off."""
+    if run.cfg.cache.source is not CacheSource.images:
+        return ""
+    if isinstance(prompt.image, Picture):
+        return prompt.image.digest()
+    return hashlib.sha256(prompt.image().tobytes()).hexdigest()[:16]
+
+
 def identity(run: Run) -> dict:
     """What every sample is made with."""
     backbone, cfg = run.backbone, run.cfg.cache
     return {
-        "format": 1,
+        "format": 2,
         "backbone": backbone.name,
         "fingerprint": backbone.fingerprint,
         "backbone_dtype": str(backbone.dtype),
@@ -278,7 +289,7 @@ def _samples(run: Run, decoder: Decoder, prompts: list[Prompt], what: str) -> It
         for i, prompt in enumerate(batch):
             yield Sample.of(
                 prompt.index, prompt.text, seeds[i], tokens[i], hidden[:, i], run.backbone.fingerprint,
-                run.cfg.cache.dtype,
+                run.cfg.cache.dtype, _picture(run, prompt),
             )  # fmt: skip
 
 

@@ -14,12 +14,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from ssd_train.config import Stage
 from ssd_train.decoding.engine import Decoded
 from ssd_train.decoding.trace import Trace
 from ssd_train.draws import sample_seed
 from ssd_train.evaluation import metrics, plots, report
 from ssd_train.heads.export import read_config, write_card
-from ssd_train.processes.files import write_atomically
+from ssd_train.processes.files import load_tensors, write_atomically
 from ssd_train.prompts import Prompt, Split
 from ssd_train.runs import tracking
 from ssd_train.runs.decoders import (
@@ -44,12 +45,13 @@ def check(run: Run) -> None:
     run.prompts([Split.TEST], run.cfg.decode.prompts)
     configured_decoders(run)
     _optional(run, "scorer"), _optional(run, "category"), _optional(run, "features")
-    if run.cfg.decode.heads:
+    if run.cfg.decode.heads or (Stage.export not in run.cfg.stages and (run.heads_dir / "config.json").exists()):
         read_config(run.heads_dir)
 
 
 def run(run: Run, folder: str = "decode") -> None:
     """Leaves the report in this folder of the output."""
+    run.remove_strays()
     cfg, backbone = run.cfg.decode, run.backbone
     prompts = run.prompts([Split.TEST], cfg.prompts)
     samples = [Sample(p.text, sample_seed(run.cfg.seed, p.index)) for p in prompts]
@@ -151,7 +153,7 @@ def _optional(run: Run, name: str) -> Callable | None:
 
 def _gather(files: list[Path]) -> tuple[dict[str, Tensor], list[Trace]]:
     """What the parts hold of each image, [N, ...], and a trace a batch."""
-    loaded = [safetensors.torch.load_file(file) for file in files]
+    loaded = [load_tensors(file, "run the same command again to make it again") for file in files]
     traces = [Trace.of_tensors(_under("trace.", part)) for part in loaded]
     images = {key: torch.cat([part[key] for part in loaded]) for key in loaded[0] if not key.startswith("trace.")}
     return images, traces

@@ -19,7 +19,7 @@ from ssd_train.evaluation import networks, report
 from ssd_train.evaluation.suites.base import Interval, Suite, SuitePrompt, load_picture
 from ssd_train.evaluation.suites.published import published
 from ssd_train.heads.export import read_config
-from ssd_train.processes.files import Claims, read_json, remove_strays, share_out, write_atomically, write_json
+from ssd_train.processes.files import Claims, read_json, share_out, write_atomically, write_json
 from ssd_train.prompts import Split, split_of
 from ssd_train.runs.decoders import (
     Sample,
@@ -57,6 +57,7 @@ def check(run: Run) -> None:
 
 def run(run: Run) -> None:
     """Leaves evaluate/<suite> in the output."""
+    run.remove_strays()
     suite: Suite = instantiate(run.cfg.suite)
     rows, blank = suite.prompts()
     prompts = rows[: suite.limit]
@@ -118,13 +119,13 @@ def _directory(run: Run, suite: Suite) -> Path:
 
 def _take_over(path: Path, key: str) -> None:
     """Notes what a decoder's pictures are made of. Raises ValueError if those that are there are of something else."""
-    there = read_json(path)
-    if there not in (None, key):
+    there = read_json(path, f"move {path.parent} away, or set another output")
+    if there not in (None, {"made_of": key}):
         raise ValueError(
             f"{path.with_suffix('')} holds pictures made with other settings, prompts or code; move {path.parent} "
             "away, or set another output"
         )
-    write_json(path, key)
+    write_json(path, {"made_of": key})
 
 
 def _draw(run: Run, suite: Suite, folder: Path, prompts: Sequence[SuitePrompt], files: Sequence[Path]) -> None:
@@ -134,7 +135,6 @@ def _draw(run: Run, suite: Suite, folder: Path, prompts: Sequence[SuitePrompt], 
         return all(path.exists() for path in suite.files(folder, prompts[i]))
 
     folder.mkdir(parents=True, exist_ok=True)
-    remove_strays(folder)
     missing = [i for i in range(len(prompts)) if not is_there(i)]
     if not missing:
         return

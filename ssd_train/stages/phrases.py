@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ssd_train import config
-from ssd_train.cache.shards import ShardCache, StoredSample
+from ssd_train.cache.shards import ShardCache, StoredSample, place
 from ssd_train.config import Stage
 from ssd_train.decoding import phrases
 from ssd_train.prompts import Split
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def check(run: Run) -> None:
     """Raises CacheError if there is no cache and none is to be made, ValueError if the library cannot lie beside it."""
-    if "://" in run.cfg.phrases.path:
+    if isinstance(place(run.cfg.phrases.path), str):
         raise ValueError(f"phrases.path is {run.cfg.phrases.path}; expected a file, where this run can write")
     if Stage.cache not in run.cfg.stages:
         ShardCache(run.cache_dir).manifest()
@@ -33,6 +33,7 @@ def check(run: Run) -> None:
 def run(run: Run) -> None:
     if run.world.rank > 0:
         return
+    run.remove_strays()
     cfg, path = run.cfg, Path(run.cfg.phrases.path)
     manifest = ShardCache(run.cache_dir).manifest()
     identity = {

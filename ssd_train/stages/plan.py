@@ -17,6 +17,7 @@ def check(run: Run) -> None:
 def run(run: Run) -> None:
     if run.world.rank > 0:
         return
+    run.remove_strays()
     sizes = plan.Sizes.of(sketch(run.cfg.model))
     plan.require_reach(run.cfg, sizes.grid)
     contents = plan.plan(run.cfg, sizes, run.world.size)

@@ -2,13 +2,9 @@
 
 import logging
 import math
-import zipfile
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
@@ -23,12 +19,13 @@ from ssd_train.cache.shards import CacheError, ShardCache
 from ssd_train.config import Strategy, corrector_spec
 from ssd_train.heads.predictors import Heads, HeadSpec
 from ssd_train.processes import signals
-from ssd_train.processes.files import read_json, remove_strays, replacing, write_json
+from ssd_train.processes.files import DamagedFile, read_json, write_json
 from ssd_train.processes.world import PATIENCE
 from ssd_train.prompts import Split
 from ssd_train.runs import plan, tracking
 from ssd_train.runs.run import Run
 from ssd_train.stages.cache import identity
+from ssd_train.training.checkpoints import Checkpoints, read_checkpoint
 from ssd_train.training.datamodule import HeadDataModule
 from ssd_train.training.module import HeadModule
 from ssd_train.training.teacher import Teacher
@@ -124,16 +121,6 @@ class Averaging(Callback):
             parameter.copy_(trained)
 
 
-class Checkpoints(TorchCheckpointIO):
-    """A new one replaces the old one when it is whole. Lightning's own way leads through memory and the temporary
-    directory, and, where that is another file system, piece by piece over the old one."""
-
-    def save_checkpoint(self, checkpoint: dict, path: str, storage_options: Any = None) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(Path(path)) as file:
-            torch.save(checkpoint, file)
-
-
 def check(run: Run) -> None:
     """Raises ValueError for settings that Lightning refuses, InstantiationException for a logger that is not there."""
     tracking.check(run.cfg)
@@ -149,10 +136,12 @@ def check(run: Run) -> None:
 
 def run(run: Run) -> float:
     """Returns the mean acceptance rate over heads on the validation prompts."""
-    summary = read_json(run.output / "training.json")
-    if summary and summary["fingerprint"] == run.train_fingerprint and run.checkpoint.exists():
+    run.remove_strays()
+    checkpoint = _checkpoint(run)
+    if checkpoint and (summary := _summary(run, checkpoint)):
         log.info("heads in %s are trained already", run.output)
         return summary["validation"]["validation/acceptance"]
+    resume_from = _resume_from(run, checkpoint)
     cfg = run.cfg.train
     plan.require_reach(run.cfg, run.backbone.grid)
     ShardCache(run.cache_dir).check(identity(run))
@@ -160,9 +149,6 @@ def run(run: Run) -> float:
         run.cache_dir, run.cfg.cache.samples, cfg.batch_size, cfg.shuffle_buffer, cfg.workers, run.cfg.seed,
         cfg.validation_samples,
     )  # fmt: skip
-    if run.world.rank == 0:
-        for directory in run.output, run.checkpoint.parent, run.output / "heads":
-            remove_strays(directory)
     heads = make_heads(run, data)
     parameters = sum(p.numel() for p in heads.parameters())
     batches = cfg.trainer.get("accumulate_grad_batches", 1)
@@ -177,7 +163,7 @@ def run(run: Run) -> float:
     log.info("%s", data.coverage(steps * batches, run.world.size))
     module = make_module(run, heads, steps)
     with signals.deferred():
-        _fit(trainer, module, data, _resume_from(run))
+        _fit(trainer, module, data, resume_from)
         # With head.ema, a checkpoint's "state_dict" holds the averaged weights, and these are validated.
         trainer.save_checkpoint(run.checkpoint, weights_only=False)
         if trainer.global_step < steps:
@@ -302,18 +288,36 @@ def make_trainer(run: Run, steps: int, logger: Logger | bool, *more: Callback) -
     return L.Trainer(**(settings | OmegaConf.to_container(cfg.trainer, resolve=True)))
 
 
-def _resume_from(run: Run) -> str | None:
-    """This very training's checkpoint, if it is there and whole. Raises ValueError if it was made by another number of
-    processes: they would see other samples, and other numbers of them a step."""
-    if not run.checkpoint.exists():
+def _checkpoint(run: Run) -> dict | None:
+    """This very training's, without its tensors, if it is there and whole."""
+    try:
+        return read_checkpoint(run.checkpoint)
+    except FileNotFoundError:
         others = [path.name for path in run.checkpoint.parent.glob("*.ckpt")]
         if others:
             log.info("training starts anew; %s, of other settings, stay where they are", ", ".join(others))
+    except DamagedFile as error:
+        log.warning("%s, or leave it: training starts again, and replaces it", error)
+    return None
+
+
+def _summary(run: Run, checkpoint: dict) -> dict | None:
+    """What is known of this training if it has ended with this checkpoint."""
+    try:
+        summary = read_json(run.output / "training.json", "it is made again from the checkpoint") or {}
+    except DamagedFile as error:
+        log.warning("%s", error)
         return None
-    if not zipfile.is_zipfile(run.checkpoint):  # its directory stands at its end
-        log.warning("%s is cut short; training starts again", run.checkpoint)
+    ended = {"fingerprint": run.train_fingerprint, "steps": checkpoint["global_step"]}
+    return summary if ended.items() <= summary.items() else None
+
+
+def _resume_from(run: Run, checkpoint: dict | None) -> str | None:
+    """Raises ValueError if the checkpoint was made by another number of processes: they would see other samples, and
+    other numbers of them a step."""
+    if checkpoint is None:
         return None
-    processes = torch.load(run.checkpoint, map_location="meta", weights_only=True, mmap=True)["processes"]
+    processes = checkpoint["processes"]
     if processes != run.world.size:
         raise ValueError(
             f"{run.checkpoint} was made by {processes} process(es), and this run has {run.world.size}; go on with "

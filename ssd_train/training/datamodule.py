@@ -14,7 +14,7 @@ import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ssd_train.cache.shards import CacheError, ShardCache, ShardEntry, StoredSample, stored_samples, unpack
+from ssd_train.cache.shards import CacheError, ShardCache, ShardEntry, StoredSample, describe, stored_samples, unpack
 from ssd_train.processes import signals
 from ssd_train.prompts import Split, split_of
 
@@ -108,12 +108,6 @@ class Shards:
         if shuffle:
             samples = wds.shuffle(shuffle, initial=shuffle, rng=rng)(samples)
         for sample in samples:
-            entry = self.entries.get(sample.shard)
-            if entry and sample.backbone != entry.backbone:
-                raise CacheError(
-                    f"{sample.shard} holds states of backbone {sample.backbone}; expected {entry.backbone}, of which "
-                    "the cache is. It was copied here from elsewhere: remove it and run the cache stage again."
-                )
             if sample.index <= self.last and split_of(sample.prompt) is split:
                 yield sample
 
@@ -123,11 +117,22 @@ class Shards:
         return sum(index <= self.last and of == split for index, _, of in samples)
 
     def _samples(self, path: str | Path) -> Iterator[StoredSample]:
-        """A shard's samples. Raises CacheError if there are too few: a tar cut short between two samples looks
-        whole."""
+        """A shard's samples. Raises CacheError if they are not those of its entry, one by one, or too few: a tar cut
+        short between two samples looks whole."""
         entry, found = self.entries.get(str(path)), 0
         try:
-            for sample in stored_samples(path):
+            for sample in stored_samples(path, entry and entry.bytes):
+                if entry and sample.backbone != entry.backbone:
+                    raise CacheError(
+                        f"{sample.shard} holds states of backbone {sample.backbone}; expected {entry.backbone}, of "
+                        "which the cache is. It was copied here from elsewhere: remove it and run the cache stage "
+                        "again."
+                    )
+                if entry and [describe(sample)] != entry.samples[found : found + 1]:
+                    raise CacheError(
+                        f"{sample} is another one than the cache's index names there; re-run the cache stage with "
+                        "cache.verify=true to mend it"
+                    )
                 found += 1
                 yield sample
         except (OSError, EOFError, tarfile.TarError) as error:
@@ -221,7 +226,9 @@ class HeadDataModule(L.LightningDataModule):
             raise CacheError(f"{cache_dir} lacks shards {missing[:8]} of {len(wanted)}; run the cache stage first")
         described = [sample for i, size in wanted.items() for sample in entries[i].samples[:size]]
         paths = {i: cache.url(i) for i in wanted}
-        self.shards = Shards(list(paths.values()), described[-1][0], {path: entries[i] for i, path in paths.items()})
+        self.shards = Shards(
+            list(paths.values()), described[-1][0], {str(path): entries[i] for i, path in paths.items()}
+        )
         self.counts = Counter(split for _, _, split in described)
         self.sizes = [
             sum(split == Split.TRAIN for _, _, split in entries[i].samples[:size]) for i, size in wanted.items()

@@ -24,7 +24,7 @@ from ssd_train.cache.shards import (
     CacheError,
     Sample,
     ShardCache,
-    describe,
+    description,
     pack,
     sample_bytes,
     stored_samples,
@@ -125,7 +125,7 @@ def test_members_are_what_safetensors_and_tarfile_write(cache, dtype):
     with tarfile.open(fileobj=expected, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for sample in samples:
             payload = safetensors.torch.save(sample.states | {"tokens": sample.tokens})
-            info = {"index": sample.index, "prompt": sample.prompt, "seed": sample.seed, "backbone": sample.backbone}
+            info = {name: getattr(sample, name) for name in ("index", "prompt", "seed", "backbone", "picture")}
             info = json.dumps(info | {"crc32": zlib.crc32(payload)}, sort_keys=True).encode()
             for extension, content in ("safetensors", payload), ("json", info):
                 member = tarfile.TarInfo(f"{sample.index:08d}.{extension}")
@@ -163,10 +163,13 @@ def test_the_same_samples_give_the_same_bytes(tmp_path, monkeypatch):
         assert (first.directory / name).read_bytes() == (second.directory / name).read_bytes()
 
 
-def test_a_full_disk_is_said_clearly_and_leaves_nothing(cache):
-    """The kernel's own ENOSPC: the temporary file is /dev/full."""
+def test_a_full_disk_is_said_clearly_and_leaves_nothing(cache, monkeypatch):
     cache.write(0, make_samples())
-    (cache.directory / "00001.tmp").symlink_to("/dev/full")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CacheError, match=r"disk is full while writing .*00001.tar; the shards before it are safe"):
         cache.write(1, make_samples(first=3))
     assert sorted(path.name for path in cache.directory.iterdir()) == ["00000.json", "00000.tar"]
@@ -202,7 +205,7 @@ def test_a_shard_is_not_replaced_before_its_successor_is_whole(cache):
 def test_an_entry_describes_its_samples(cache):
     written = cache.write(0, make_samples())
     assert cache.entry(0, verify=True) == written
-    assert written.samples == [describe(i, f"prompt {i}") for i in range(3)]
+    assert written.samples == [description(i, f"prompt {i}", 1000 + i, "") for i in range(3)]
     assert written.bytes == cache.path(0).stat().st_size
 
 
@@ -307,11 +310,12 @@ def test_a_manifest_of_something_else_is_refused_by_name(cache, key, value):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("manifest", ""), ("manifest", "{"), ("manifest", "null"), ("index", "[{"), ("index", "[{}]"),
+    ("manifest", ""), ("manifest", "{"), ("manifest", "null"), ("manifest", "{}"), ("index", "[{"), ("index", "[{}]"),
+    ("index", '{"shards": [], "digest": "0"}'),
 ])  # fmt: skip
 def test_a_broken_file_is_named(cache, name, content):
     (cache.directory / f"{name}.json").write_text(content)
-    with pytest.raises(CacheError, match=rf"{name}.json cannot be read \(.*\); expected that of a finished cache"):
+    with pytest.raises(CacheError, match=rf"{name}.json (holds|is damaged).*; (put back|re-run the cache)"):
         _ = cache.manifest() if name == "manifest" else cache.entries
 
 
@@ -322,7 +326,7 @@ def test_no_manifest_is_no_cache(cache):
 
 def test_the_manifest_is_json_that_people_can_read(cache):
     cache.pin(IDENTITY)
-    assert json.loads(cache.manifest_path.read_text()) == IDENTITY
+    assert cache.manifest() == IDENTITY
     assert len(cache.manifest_path.read_text().splitlines()) > len(IDENTITY)
 
 
@@ -342,6 +346,41 @@ def indexed(cache):
 def fresh(cache):
     """As another process sees it."""
     return ShardCache(cache.directory)
+
+
+@pytest.mark.parametrize(
+    "directory, expected",
+    [
+        ("~/x", Path.home() / "x"),
+        ("w:1/c", Path("w:1/c")),
+        ("pipe:touch x;#", Path("pipe:touch x;#")),
+        ("https://host/cache/", "https://host/cache"),
+        ("s3://bucket/cache", "s3://bucket/cache"),
+        ("ftp://host/cache", "a URL of 'ftp'; expected a directory, or one of http, https, s3"),
+        ("pipe://touch x", "a URL of 'pipe'; expected"),
+        ("https://me:secret@host/cache", r"a URL with a user, password or query.* \(~/.netrc\) or aws"),
+        ("https://host/cache?token=secret", r"a URL with a user, password or query"),
+    ],
+)
+def test_a_place_is_a_path_or_a_url_of_a_known_scheme(directory, expected):
+    if isinstance(expected, str) and "://" not in expected:
+        with pytest.raises(ValueError, match=expected) as error:
+            shards.place(directory)
+        assert "secret" not in str(error.value)
+    else:
+        assert shards.place(directory) == expected
+
+
+def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
+    """None of them is a command or a URL."""
+    monkeypatch.chdir(tmp_path)
+    for name in "pipe:touch x;#", "w:1/c", "file[1]*?":
+        cache = ShardCache(name)
+        cache.pin(IDENTITY)
+        cache.write(0, make_samples())
+        cache.write_index(1)
+        assert [sample.index for sample in shards.stored_samples(ShardCache(name).url(0))] == [0, 1, 2]
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_start_reads_the_index_and_touches_no_shard(indexed, monkeypatch):
@@ -376,7 +415,7 @@ def test_the_index_of_a_finished_cache_is_left_alone_where_nothing_can_be_writte
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    for name in "claim", "write_atomically":
+    for name in "claim", "write_json":
         monkeypatch.setattr(shards, name, refuse)
     indexed.write_index(3)
     indexed.write_index(2)

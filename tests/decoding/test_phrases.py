@@ -36,6 +36,7 @@ from ssd_train.decoding.state import Items, State
 from ssd_train.distributions import Sampling, guided_probabilities
 from ssd_train.grid import Grid
 from ssd_train.heads.predictors import Heads, HeadSpec
+from ssd_train.processes.files import read_json, write_json
 from ssd_train.prompts import Split, split_of
 from ssd_train.runs.decoders import configured_decoders
 from ssd_train.stages import phrases as stage
@@ -105,17 +106,28 @@ def test_a_library_comes_back_as_it_was(tmp_path):
     assert phrases.load(tmp_path / "new" / "phrases.json") == one
 
 
+MADE = {"backbone": "b", "fingerprint": "f", "vocabulary": 3}
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "is not a phrase library that this version knows"),
-        ('{"backbone": "b", "fingerprint": "f"}', "missing 1 required positional argument: 'vocabulary'"),
-        ('{"backbone": "b", "fingerprint": "f", "vocabulary": 3, "phrases": [[0, 3]]}', r"ids from 0 to 2"),
-        ('{"backbone": "b", "fingerprint": "f", "vocabulary": 3, "phrases": [[0]]}', r"\[0\] is no phrase"),
+        ("{", "phrases.json holds no JSON"),
+        (json.dumps(MADE), "phrases.json is damaged: .*; run stages=.cache,phrases. to mend it"),
+        (MADE | {"vocabulary": "3", "phrases": [[0, 1]]}, "phrases.json is not a phrase library that this version"),
+        ({"backbone": "b", "fingerprint": "f"}, "missing 1 required positional argument: 'vocabulary'"),
+        (MADE | {"phrases": [[0, 3]]}, r"ids from 0 to 2"),
+        (MADE | {"phrases": [[0]]}, r"\[0\] is no phrase"),
+        (MADE | {"phrases": [[0, 1]] * 100_001}, r"100001 phrases; expected at most 100000"),
+        (MADE | {"phrases": [[0] * 1001]}, r"1 phrases; expected .* none of more than 1000 ids"),
     ],
+    ids=range(8),
 )
 def test_a_file_that_is_no_library_is_refused(tmp_path, content, message):
-    (tmp_path / "phrases.json").write_text(content)
+    if isinstance(content, dict):
+        write_json(tmp_path / "phrases.json", content, phrases.KIND)
+    else:
+        (tmp_path / "phrases.json").write_text(content)
     with pytest.raises(phrases.PhrasesError, match=message):
         phrases.load(tmp_path / "phrases.json")
 
@@ -474,8 +486,7 @@ def test_phrases_of_another_cache_are_learned_anew(copied, make_run, caplog):
     run = make_run(copied, "phrases.merges=10")
     stage.run(run)
     before = phrases.load(copied / "cache/phrases-10-of-60.json").learned_from
-    manifest = json.loads((copied / "cache/manifest.json").read_text())
-    (copied / "cache/manifest.json").write_text(json.dumps(manifest | {"seed": 1}))
+    write_json(copied / "cache/manifest.json", read_json(copied / "cache/manifest.json") | {"seed": 1})
     stage.run(run)
     after = phrases.load(copied / "cache/phrases-10-of-60.json").learned_from
     assert before["cache"] != after["cache"]

@@ -1,6 +1,8 @@
 """Exported heads: whole, or refused by the name of what does not fit."""
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +18,7 @@ from ssd_train.heads import export as module
 from ssd_train.heads.corrector import CorrectorSpec
 from ssd_train.heads.export import HeadsError, load_heads, push_heads, read_config, save_heads, write_card
 from ssd_train.heads.predictors import Direction, Heads, HeadSpec
-from ssd_train.processes.files import read_json
+from ssd_train.processes.files import read_json, sha256, write_json
 from ssd_train.prompts import Split, split_of
 from ssd_train.stages import decode, train
 from ssd_train.stages import export as stage
@@ -61,7 +63,7 @@ def test_what_an_export_holds(exported, backbone):
     """Safetensors, JSON and a card; nothing that can run code."""
     assert {path.name for path in exported.iterdir()} == {"model.safetensors", "config.json", "README.md"}
     assert set(safetensors.torch.load_file(exported / "model.safetensors")) == set(make_heads(backbone).state_dict())
-    config = json.loads((exported / "config.json").read_text())
+    config = read_config(exported)
     assert config["fingerprint"] == backbone.fingerprint
     assert config["grid"] == [2, 3]
     assert config["heads"]["k_horizontal"] == 2
@@ -108,7 +110,13 @@ def test_another_backbone_is_refused(exported, backbone):
         ("heads.k_horizontal", 1, r"predictors.horizontal_2.w0.weight: expected nothing, found \(16, 32\)"),
         ("heads.hidden", 7, r"predictors.horizontal_1.w1.weight: expected \(7, 16\), found \(32, 16\)"),
         ("heads.space", "pixel", r"config.json does not describe heads that this version knows.*'pixel'"),
-        ("heads.state_scale", float("nan"), "config.json does not describe heads .*scales must be positive .*nan"),
+        ("heads.hidden", 10**6, r"horizontal_1.w1.weight: expected \(1000000, 16\), found \(32, 16\)"),
+        ("heads.k_horizontal", 10**9, r"model.safetensors holds 15 tensors; expected those of HeadSpec\(.*=1000000000"),
+        ("heads.k_horizontal", 2.0, r"config.json does not describe .*k_horizontal is 2.0; expected a int"),
+        ("heads.hidden", -1, r"config.json does not describe .*; expected 1 or more; export the heads again"),
+        ("heads.state_scale", -1.0, "config.json does not describe heads .*scales must be positive .*-1"),
+        ("training", None, r"config.json: training is None; expected a dict; export the heads again"),
+        ("weights", 5, r"config.json: weights is 5; expected a str"),
         ("heads.colour", 3, r"config.json does not describe heads that this version knows.*'colour'"),
     ],
 )
@@ -116,7 +124,7 @@ def test_a_config_that_does_not_fit_is_refused_by_name(exported, backbone, key, 
     config = read_config(exported)
     node = config["heads"] if key.startswith("heads.") else config
     node[key.removeprefix("heads.")] = value
-    (exported / "config.json").write_text(json.dumps(config))
+    write_json(exported / "config.json", config)
     refuses(exported, backbone, message)
 
 
@@ -135,14 +143,24 @@ def test_a_tensor_missing_unexpected_or_misshapen_is_refused_by_name(exported, b
     tensors = safetensors.torch.load_file(exported / "model.safetensors")
     change(tensors)
     safetensors.torch.save_file(tensors, exported / "model.safetensors")
-    refuses(exported, backbone, rf"model.safetensors does not match its config.json:\n  .*{message}")
+    refuses(exported, backbone, rf"model.safetensors does not match its config.json; export .*:\n  .*{message}")
+
+
+def test_other_weights_of_the_same_shapes_are_refused(exported, backbone):
+    file = exported / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["predictors.vertical_1.w1.weight"][3, 5] += 1e-6
+    safetensors.torch.save_file(tensors, file)
+    refuses(exported, backbone, r"model.safetensors is damaged: it is not what config.json .*; export the heads again")
 
 
 def test_broken_heads_are_not_loaded(exported, backbone):
+    """Nor if they say of themselves that they are whole."""
     file = exported / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["predictors.vertical_1.w1.weight"][3, 5] = float("nan")
     safetensors.torch.save_file(tensors, file)
+    write_json(exported / "config.json", read_config(exported) | {"weights": sha256(file)})
     refuses(exported, backbone, r"numbers in predictors.vertical_1.w1.weight: .*/model.safetensors drafts nothing; tra")
 
 
@@ -163,26 +181,44 @@ def test_broken_files_are_refused(exported, backbone):
     path.unlink()
     refuses(exported, backbone, r"model.safetensors cannot be read \(.*\); export the heads again")
     path.write_bytes(good)
-    for text in '{"format": 1', "{}", "[]":
+    config = (exported / "config.json").read_text()
+    for text in '{"format": 1', "{}", "[]", config.replace('"k_vertical": 1', '"k_vertical": 2'):
         (exported / "config.json").write_text(text)
-        refuses(exported, backbone, "config.json does not describe heads that this version knows")
+        refuses(exported, backbone, "config.json (holds|is damaged).*; export the heads again")
     (exported / "config.json").unlink()
     refuses(exported, backbone, r"holds no exported heads \(no config.json\); run the train and export stages first")
 
 
-def test_an_interrupted_export_is_no_export(exported, backbone, monkeypatch):
-    """It replaces an older one: between the two there is none, rather than new weights under an old config."""
-    write = module.write_atomically
+@pytest.mark.parametrize("at", range(3))
+def test_the_old_export_stays_until_the_new_one_is_whole(exported, backbone, monkeypatch, at):
+    """The disk is full at each of the three files."""
+    old, calls, sync = {path.name: path.read_bytes() for path in exported.iterdir()}, [], os.fsync
 
-    def dying(path, content):
-        if path.name == "config.json":
-            raise KeyboardInterrupt
-        write(path, content)
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == at + 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
 
-    monkeypatch.setattr(module, "write_atomically", dying)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device; free some space and run the same command.*/heads/"):
         save_heads(exported, make_heads(backbone, hidden=3), backbone, TRAINING)
-    refuses(exported, backbone, r"no config.json")
+    assert {path.name: path.read_bytes() for path in exported.iterdir()} == old
+
+
+def test_an_export_killed_between_two_renames_is_refused(exported, backbone, monkeypatch):
+    replace, calls = os.replace, []
+
+    def dying(*names):
+        calls.append(names)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", dying)
+    with pytest.raises(KeyboardInterrupt):
+        save_heads(exported, Heads(make_heads(backbone).spec), backbone, TRAINING)
+    refuses(exported, backbone, r"model.safetensors is damaged: it is not what config.json")
 
 
 # -- the hub ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """Work shared through files: a claim holds for one process and dies with it; nothing is made twice or left out."""
 
+import errno
+import json
 import os
+import shutil
 import signal
 import time
 
 import pytest
+import torch
 
 from ssd_train.processes import files
 from ssd_train.processes.files import Claims, claim, remove_strays, replacing, share_out
@@ -57,6 +61,7 @@ def test_strays_are_removed_once_their_process_is_dead(tmp_path, fork):
     path = tmp_path / "last.ckpt"
     path.write_bytes(b"old")
     (tmp_path / ".hidden").touch()
+    (tmp_path / ".mine.tmp-1").touch()
     ready, writing = os.pipe()
 
     def write():
@@ -68,16 +73,71 @@ def test_strays_are_removed_once_their_process_is_dead(tmp_path, fork):
 
     child = fork(write)
     assert os.read(ready, 1) == b"x"
-    stray = tmp_path / f".last.ckpt.tmp-{child}"
+    [stray] = tmp_path.glob(".last.ckpt.tmp-*")
     remove_strays(tmp_path)
     assert stray.read_bytes() == b"half"
     os.kill(child, signal.SIGKILL)
     with claim(stray):  # waits for its end
         pass
     remove_strays(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt", ".hidden"}
+    assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt", ".hidden", ".mine.tmp-1"}
     assert path.read_bytes() == b"old"
     remove_strays(tmp_path / "not there")
+
+
+@pytest.mark.parametrize(
+    "piece, wait, number", [(0, True, errno.ENOLCK), (0, False, errno.ENOLCK), (0, True, errno.EACCES)]
+)
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, piece, wait, number):
+    """Nothing counts as made by another process then."""
+
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "lockf", refused)
+    why = rf"it cannot be locked \({os.strerror(number)}\); expected a file system with locks, .*claims.lock"
+    with pytest.raises(OSError, match=why), claim(tmp_path / "claims.lock", 0, wait):
+        pass
+    with pytest.raises(OSError, match=why), files.Claims(tmp_path / "claims.lock") as claims:
+        list(share_out(claims, range(3), lambda i, again: False))
+    files.write_atomically(tmp_path / "a", b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole"
+
+
+def test_no_two_writers_share_a_temporary_name(tmp_path):
+    """Nor do two containers with equal pids."""
+    path = tmp_path / "a"
+    with replacing(path) as first:
+        first.write(b"first")
+        with replacing(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": 1}', '{"a": 2, "digest": "%s"}', b"\xff"])
+def test_json_that_was_not_written_here_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "some.json"
+    assert files.read_json(path) is None
+    files.write_json(path, {"a": 1})
+    assert files.read_json(path) == {"a": 1}
+    digest = json.loads(path.read_text())["digest"]
+    path.write_bytes(text if isinstance(text, bytes) else text.replace("%s", digest).encode())
+    with pytest.raises(files.DamagedFile, match=r"/some.json (holds|is damaged).*; make it again"):
+        files.read_json(path, "make it again")
+
+
+def test_no_file_stands_for_another(tmp_path):
+    files.write_json(tmp_path / "a.json", {"a": 1})
+    files.save_tensors(tmp_path / "a", {"x": torch.zeros(3), "y": torch.tensor(1)})
+    for name in "a.json", "a":
+        shutil.copy(tmp_path / name, tmp_path / f"b{name}")
+    assert files.load_tensors(tmp_path / "a", "")["y"] == 1
+    with pytest.raises(files.DamagedFile, match=r"ba.json is damaged"):
+        files.read_json(tmp_path / "ba.json")
+    with pytest.raises(files.DamagedFile, match=r"/ba is damaged: .*; make it again"):
+        files.load_tensors(tmp_path / "ba", "make it again")
 
 
 def test_a_file_taken_for_a_stray_before_it_is_locked_is_written_all_the_same(tmp_path, monkeypatch):

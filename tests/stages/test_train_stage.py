@@ -5,11 +5,13 @@ import json
 import logging
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,12 +22,13 @@ from omegaconf import OmegaConf
 from ssd_train.cache.shards import CacheError, StoredSample
 from ssd_train.config import HeadConfig
 from ssd_train.distributions import guided_probabilities
-from ssd_train.heads.export import load_heads
+from ssd_train.heads.export import HeadsError, load_heads
 from ssd_train.heads.predictors import Direction, Heads, HeadSpec, name
 from ssd_train.processes.files import read_json
 from ssd_train.prompts import Split
 from ssd_train.stages import cache, decode, export
 from ssd_train.stages import train as stage
+from ssd_train.training.checkpoints import Checkpoints
 from ssd_train.training.datamodule import Batches
 from ssd_train.training.module import HeadModule, Pairs, learning_rate
 
@@ -595,20 +598,78 @@ def test_sigkill_costs_at_most_the_steps_since_the_last_checkpoint(settings, tra
     assert same(final_weights(run), final_weights(whole))
 
 
-def test_a_checkpoint_cut_short_is_not_resumed(trainable, monkeypatch, steps, caplog):
-    whole = trainable(output="whole")
-    stage.run(whole)
-    with monkeypatch.context() as patch:
-        kill_at(patch, 17)
-        with pytest.raises(Killed):
-            stage.run(trainable("train.checkpoint_every=5"))
-    run = trainable("train.checkpoint_every=5")
-    run.checkpoint.write_bytes(run.checkpoint.read_bytes()[:-100])
+def altered(change):
+    """Writes the checkpoint again, as a whole zip, with something else in it."""
+
+    def damage(path):
+        content = torch.load(path, weights_only=True)
+        torch.save(change(content), path)
+
+    return damage
+
+
+def flip(path):
+    """A bit in the middle of a tensor's data."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as file:
+        largest = max(file.infolist(), key=lambda info: info.file_size)
+    content[largest.header_offset + largest.file_size // 2 + 200] ^= 16
+    path.write_bytes(content)
+
+
+CHECKPOINT_DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "bit": flip,
+    "list": altered(list),
+    "no processes": altered(lambda content: {k: v for k, v in content.items() if k != "processes"}),
+    "other training": altered(lambda content: content | {"training": "0123456789abcdef"}),
+}
+
+
+@pytest.mark.parametrize("damage", CHECKPOINT_DAMAGES.values(), ids=CHECKPOINT_DAMAGES.keys())
+def test_a_damaged_checkpoint_is_neither_resumed_from_nor_exported(trainable, monkeypatch, steps, caplog, damage):
+    run = trainable()
+    stage.run(run)
+    damage(run.checkpoint)
+    with pytest.raises(HeadsError, match=r"\.ckpt is no whole checkpoint of this training .*run the train stage again"):
+        export.run(run)
     steps.clear()
     stage.run(run)
-    assert "ckpt is cut short; training starts again" in caplog.text
+    assert "ckpt is no whole checkpoint of this training" in caplog.text
+    assert "training starts again, and replaces it" in caplog.text
     assert [step for step, *_ in steps] == list(range(STEPS))
-    assert same(final_weights(run), final_weights(whole))
+
+
+def test_a_damaged_summary_is_made_again_from_the_checkpoint(trainable, steps, caplog):
+    run = trainable()
+    stage.run(run)
+    good = (run.output / "training.json").read_text()
+    steps.clear()
+    for bad in "", "[]", good.replace("0.", "1."):
+        (run.output / "training.json").write_text(bad)
+        with pytest.raises(HeadsError, match=r"training.json .*; run the train stage again"):
+            export.check(run)
+        stage.run(run)
+        assert read_json(run.output / "training.json")["steps"] == STEPS
+        assert (run.output / "training.json").read_text() == good
+    assert not steps, "nothing is trained again"
+    assert "training.json is damaged" in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path):
+    """Not torch's "unexpected pos 64 vs 0". The kernel refuses to write so many bytes, as on a full disk."""
+    path, (soft, hard) = tmp_path / "0123.ckpt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    Checkpoints().save_checkpoint({"a": 1}, path)
+    before = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/0123.ckpt'"):
+            Checkpoints().save_checkpoint({"a": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in tmp_path.iterdir()] == ["0123.ckpt"]
+    assert path.read_bytes() == before
 
 
 def test_a_trainer_that_stops_early_has_not_finished(trainable):

@@ -1,6 +1,7 @@
 """From shards to batches: splits, order, and entering the stream anywhere."""
 
 import copy
+import shutil
 import tarfile
 from collections import Counter
 from itertools import islice
@@ -275,6 +276,36 @@ def test_a_cache_that_is_too_short_says_so(directory, tmp_path):
         make(tmp_path, samples=10)
     with pytest.raises(CacheError, match=r"none of the 3 samples in .* is a validation one; raise cache.samples"):
         make(tmp_path, samples=3)
+
+
+SWAPS = {
+    "another shard": lambda cache: shutil.copy(cache.path(2), cache.path(1)),
+    "a prompt": lambda cache: replace_in(cache.path(1), b'"prompt 13"', b'"prompt 12"'),
+    "a letter": lambda cache: replace_in(cache.path(1), b'"prompt 13"', b'"qrompt 13"'),
+    "a seed": lambda cache: replace_in(cache.path(1), b'"seed": 13', b'"seed": 23'),
+    "an index": lambda cache: replace_in(cache.path(1), b'"index": 26', b'"index": 36'),
+    "a picture": lambda cache: replace_in(cache.path(1), b'"picture": "", "prompt": "prompt 13"',
+                                          b'"picture":"1", "prompt": "prompt 13"'),
+}  # fmt: skip
+
+
+def replace_in(path, old, new):
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    assert len(old) == len(new)
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS.keys())
+def test_each_sample_is_held_against_the_index(tmp_path, swap):
+    """A shard of the same size that holds other samples, whose own checksums are right."""
+    fill(tmp_path)
+    data = make(tmp_path)
+    swap(ShardCache(tmp_path))
+    with pytest.raises(
+        CacheError, match=r"sample 0000\d+ in \S+/00001.tar is another one than .*; re-run the cache sta"
+    ):
+        indices(stream(data), 20)
 
 
 def test_damage_that_came_after_the_start_is_refused_not_skipped(directory, tmp_path):
