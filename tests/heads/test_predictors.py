@@ -116,7 +116,7 @@ def test_a_head_that_is_not_there_is_named_with_the_mend():
         ({"k_vertical": -1}, "k_vertical=-1"),
         ({"context": 2}, "context is 2; expected an odd number, 1 or more"),
         ({"space": "pixel"}, "space is 'pixel'; expected 'latent' or 'token'"),
-        ({"state_scale": 0.0}, "scales must be positive, got 0.0"),
+        ({"state_scale": 0.0}, "scales must be positive numbers, got 0.0"),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_refused(wrong, message):

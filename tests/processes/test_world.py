@@ -199,26 +199,26 @@ def test_a_signal_stops_training_and_the_same_command_goes_on(settings, cached, 
 
 
 @pytest.mark.slow
-def test_two_thousand_samples_survive_sigkill(settings, make_run, launch, tmp_path):
+def test_a_cache_survives_sigkill(settings, make_run, launch, tmp_path):
     """By 1, 2 and 3 processes, killed twice with some shards made and some half-made: the same bytes as one that is
     left alone makes."""
-    size = ["stages=[cache]", "cache.samples=2000", "cache.shard_size=50", "cache.batch_size=50"]
+    size = ["stages=[cache]", "cache.samples=600", "cache.shard_size=20", "cache.batch_size=20"]
     cache.run(make_run(tmp_path / "alone", *size))
     expected = shards(tmp_path / "alone/cache")
     assert sum(len(json.loads(content)["samples"]) for name, content in expected.items() if name[:5].isdigit()
-               and name.endswith("json")) == 2000  # fmt: skip
+               and name.endswith("json")) == 600  # fmt: skip
     moment = random.Random(0)
     for processes in 1, 2, 3:
         directory = tmp_path / f"{processes}"
         for _ in range(2):
             running = launch(settings(directory, *size), processes)
             there = len(list(directory.glob("cache/*.tar")))
-            aim = there + moment.randint(2, 8)
+            aim = there + moment.randint(2, 6)
             wait_for(lambda: len(list(directory.glob("cache/*.tar"))) >= aim, *running)  # noqa: B023
             time.sleep(moment.uniform(0, 0.1))
             for process in running:
                 process.kill()
                 process.wait()
-        assert len(list(directory.glob("cache/*.tar"))) < 40
+        assert len(list(directory.glob("cache/*.tar"))) < 30
         finish(launch(settings(directory, *size), processes))
         assert shards(directory / "cache") == expected
