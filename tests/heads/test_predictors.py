@@ -114,6 +114,8 @@ def test_a_head_that_is_not_there_is_named_with_the_mend():
     [
         ({"k_horizontal": 0, "k_vertical": 0}, "k_horizontal=0, k_vertical=0: expected >= 0 and at least one head"),
         ({"k_vertical": -1}, "k_vertical=-1"),
+        ({"k_vertical": 1.0}, "k_vertical is 1.0; expected a int"),
+        ({"hidden": -1}, r"width, vocabulary and hidden are \(4, 7, -1\); expected 1 or more"),
         ({"context": 2}, "context is 2; expected an odd number, 1 or more"),
         ({"space": "pixel"}, "space is 'pixel'; expected 'latent' or 'token'"),
         ({"state_scale": 0.0}, "scales must be positive numbers, got 0.0"),

@@ -15,6 +15,7 @@ import micro
 import numpy as np
 import pytest
 import torch
+from disk import full_for
 from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 
@@ -299,7 +300,7 @@ def test_a_killed_run_is_completed_to_the_same_bytes(make_run, settings, tmp_pat
     done = [i for i in range(30) if cache.entry(i)]
     assert 2 <= len(done) < 30
     before = times(killed.cache_dir)
-    (killed.cache_dir / f"{done[-1] + 1:05d}.tmp").write_bytes(b"half a shard")
+    (killed.cache_dir / f".{done[-1] + 1:05d}.tar.tmp-0123456789abcdef").write_bytes(b"half a shard")
 
     stage.run(killed)
     assert contents(killed.cache_dir) == contents(uninterrupted.cache_dir)
@@ -363,11 +364,9 @@ def test_a_complete_cache_is_left_alone(copied, make_run, caplog):
 
 
 def test_a_disk_that_fills_up_loses_nothing(cached, make_run, tmp_path):
-    """The kernel's own ENOSPC on the second shard: a clear error, the first shard stays, and the next run goes on."""
-    run = make_run(tmp_path)
-    run.cache_dir.mkdir()
-    (run.cache_dir / "00001.tmp").symlink_to("/dev/full")
-    with pytest.raises(CacheError, match=r"the disk is full while writing .*00001.tar.*run the same command again"):
+    """On the second shard: a clear error, the first shard stays, and the next run goes on."""
+    run, why = make_run(tmp_path), r"the disk is full while writing .*00001.tar.*run the same command again"
+    with full_for("00001.tar"), pytest.raises(CacheError, match=why):
         stage.run(run)
     assert set(contents(run.cache_dir)) == {"00000.tar", "00000.json", "claims.lock", "manifest.json", "manifest.lock"}
     before = times(run.cache_dir)

@@ -7,7 +7,8 @@ Those of a single module are tried where that module is tested:
     cache or shard of another backbone        test_cache_stage.py, test_shards.py
     transfer of a shard that breaks off       test_shards.py
     NaN in a state, NaN loss                  test_shards.py, test_cache_stage.py, test_train_stage.py
-    checkpoint cut short                      test_train_stage.py
+    checkpoint damaged                        test_train_stage.py
+    any bit of any file                       test_damage.py
     process killed                            test_files.py, test_cache_stage.py, test_train_stage.py, test_world.py
     two jobs writing one cache                test_cache_stage.py
     typo, bad value, CUDA absent              test_config.py
@@ -30,6 +31,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from disk import full_for
 
 from ssd_train.cache.shards import CacheError, ShardCache
 from ssd_train.heads import export as heads_export
@@ -235,15 +237,15 @@ def unexported(trained, make_run, cached, tmp_path):
 def test_an_export_interrupted_anywhere_is_made_good_by_the_next_run(trained, unexported, monkeypatch, write):
     """Before its first, second or third file. Until then there are no heads, rather than half of them."""
     run = unexported
-    original, calls = heads_export.write_atomically, iter(range(100))
+    original, calls = os.replace, iter(range(100))
 
-    def dying(path, content):
+    def dying(*names):
         if next(calls) == write:
             raise Killed
-        original(path, content)
+        original(*names)
 
     with monkeypatch.context() as patch:
-        patch.setattr(heads_export, "write_atomically", dying)
+        patch.setattr(os, "replace", dying)
         with pytest.raises(Killed):
             export.run(run)
     assert not (run.heads_dir / "config.json").exists()
@@ -255,11 +257,8 @@ def test_an_export_interrupted_anywhere_is_made_good_by_the_next_run(trained, un
 
 @pytest.mark.parametrize("name", heads_export.FILES)
 def test_a_disk_that_fills_up_during_an_export_is_named_and_the_next_run_goes_on(unexported, name):
-    """The kernel's own ENOSPC: the file's temporary name is /dev/full."""
     run = unexported
-    run.heads_dir.mkdir()
-    (run.heads_dir / f".{name}.tmp-{os.getpid()}").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=rf"No space left on device: .*{name}"):
+    with full_for(name), pytest.raises(OSError, match=rf"No space left on device; free some space .*{name}"):
         export.run(run)
     assert not (run.heads_dir / "config.json").exists()
     export.run(run)
