@@ -111,7 +111,6 @@ def test_a_parquet_file_of_prompts(tmp_path):
 
 
 LONG = '{"text": "%s"}\n' % ("word " * 2001)
-FLIPPED[200] ^= 255
 REFUSED = [
     (
         "big.jsonl",
