@@ -481,4 +481,4 @@ def test_shards_are_webdataset_tars(cached):
     sample = next(iter(wds.WebDataset(str(cached / "cache/00000.tar"), shardshuffle=False)))
     tensors = safetensors.torch.load(sample["safetensors"])
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {"tokens": (4, 4), "hidden": (2, 16, 16)}
-    assert set(json.loads(sample["json"])) == {"index", "prompt", "seed", "backbone", "crc32"}
+    assert set(json.loads(sample["json"])) == {"index", "prompt", "seed", "backbone", "picture", "crc32"}
