@@ -335,7 +335,8 @@ def check(cfg: Config) -> None:
             f"stages holds evaluate, which needs +suite=<name>, one of {', '.join(choices('suite'))}, and suite.path, "
             "where its official prompts are"
         )
-    if Stage.train in cfg.stages and cfg.head.corrector is None and not cfg.decode.heads:
+    decodes = {Stage.decode, Stage.benchmark, Stage.evaluate}.intersection(cfg.stages)
+    if decodes and Stage.train in cfg.stages and cfg.head.corrector is None and not cfg.decode.heads:
         for name, node in cfg.decoder.items():
             if (node.get("drafter") or {}).get("sweeps"):
                 raise ValueError(

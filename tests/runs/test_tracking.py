@@ -18,6 +18,7 @@ from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 
 from ssd_train.heads.export import read_config
+from ssd_train.processes.files import read_json
 from ssd_train.processes.world import World
 from ssd_train.runs import tracking
 from ssd_train.stages import decode, export, train
@@ -104,7 +105,7 @@ def test_a_wandb_run_is_named_and_grouped_and_goes_on_in_a_later_process(tracked
     output, found, _ = tracked
     starts = [next(record.run for record in part if record.HasField("run")) for part in found]
     assert [(s.project, s.run_group, s.display_name) for s in starts] == [("ssd_train", "a-sweep", "head.lr=0.001")] * 2
-    (identity,) = json.loads((output / "wandb.json").read_text()).values()
+    (identity,) = read_json(output / "wandb.json").values()
     assert [start.run_id for start in starts] == [identity] * 2
 
 
