@@ -649,7 +649,7 @@ def test_a_damaged_summary_is_made_again_from_the_checkpoint(trainable, steps, c
     for bad in "", "[]", good.replace("0.", "1."):
         (run.output / "training.json").write_text(bad)
         with pytest.raises(HeadsError, match=r"training.json .*; run the train stage again"):
-            export.check(run)
+            export.check(trainable("stages=[export]"))
         stage.run(run)
         assert read_json(run.output / "training.json")["steps"] == STEPS
         assert (run.output / "training.json").read_text() == good
