@@ -23,12 +23,13 @@ from ssd_train.stages import export
 from ssd_train.stages import train as stage
 
 VARIANTS = {  # every kind of head and loss
-    "latent": ["head.ema=0.9", "head.corrector.width=8", "head.corrector.pairs=16"],
-    "token": ["head=token"],
-    "guided": ["head.context=3", "head.loss.kl=0.1"],
+    "latent": ["head.ema=0.9"],
+    "token": ["head=token", "head.corrector=null"],
+    "guided": ["head.context=3", "head.loss.kl=0.1", "head.corrector=null"],
 }
 CLIP = 0.01  # of the gradients' norm, which is always more
-SETTINGS = ["train.epochs=1", "head.lr=1e-3", f"train.gradient_clip={CLIP}"]
+CORRECTOR = ["head.corrector.width=8", "head.corrector.pairs=16"]
+SETTINGS = ["train.epochs=1", "head.lr=1e-3", f"train.gradient_clip={CLIP}", *CORRECTOR]
 CUT = 3  # the step at which trainings are cut off
 
 pytestmark = pytest.mark.slow
