@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssd_train.backbones.base import Backbone, PromptBatch
 from ssd_train.decoding.parts import (
+    CorrectingDrafter,
     Drafter,
     JointRule,
     Outcome,
@@ -129,7 +130,7 @@ class Decoder:
             with state.clock("judge"):
                 items, accepted = self._judge(state, [step.judge for step in steps], any(s.fresh for s in steps))
             bounds = items.bounds
-            if self.drafter is not None and self.drafter.sweeps:
+            if isinstance(self.drafter, CorrectingDrafter) and self.drafter.sweeps:
                 with state.clock("draft"):
                     self._revise(state, items)
         read = cache(lambda: [] if accepted is None else accepted.tolist())

@@ -78,18 +78,6 @@ class Drafter(ABC):
     sequential: bool = False
     """Whether a draft may depend on the one before it: then they are proposed and sampled one at a time."""
 
-    sweeps: int = 0
-    """How often, at most, drafts are revised after a judgement that re-drew neighbours of theirs."""
-
-    context: Tensor
-    """Where there are sweeps: each position's neighbours that a revision looks at, all before it in raster order and
-    the left one first, [L, C] int64 on the backbone's device; L stands for none."""
-
-    def correct(self, state: State, hidden: Tensor, left: Tensor, fed: Tensor, now: Tensor) -> Tensor:
-        """What the states [S, N, d] of N positions become when their neighbours, which were ``fed`` as these tokens
-        [N, C], stand as they do ``now``; ``left`` [S, N, d] are the states of the left neighbours. -1 is no token."""
-        raise NotImplementedError
-
     def bind(self, backbone: Backbone, heads: Heads | None) -> "Drafter":
         """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
         return self
@@ -102,6 +90,22 @@ class Drafter(ABC):
     def propose(self, state: State, items: Items, source: Items, offset: Sequence[tuple[int, int]]) -> Tensor:
         """q [N, V] for N items, from as many ``source`` items at (rows, columns) ``offset``; drafts are sampled
         from it."""
+
+
+class CorrectingDrafter(Drafter):
+    """Can also revise drafts whose neighbours were re-drawn."""
+
+    sweeps: int = 0
+    """How often, at most, after a judgement; 0 if it never does."""
+
+    context: Tensor
+    """Where there are sweeps: each position's neighbours that a revision looks at, all before it in raster order and
+    the left one first, [L, C] int64 on the backbone's device; L stands for none."""
+
+    @abstractmethod
+    def correct(self, state: State, hidden: Tensor, left: Tensor, fed: Tensor, now: Tensor) -> Tensor:
+        """What the states [S, N, d] of N positions become when their neighbours, which were ``fed`` as these tokens
+        [N, C], stand as they do ``now``; ``left`` [S, N, d] are the states of the left neighbours. -1 is no token."""
 
 
 class NextTokenDrafter(Drafter):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssd_train.decoding.engine import Decoded
 from ssd_train.evaluation import networks, report
-from ssd_train.evaluation.suites.base import Interval, Suite, SuitePrompt, load_picture
+from ssd_train.evaluation.suites.base import Interval, ScoredSuite, Suite, SuitePrompt, load_picture
 from ssd_train.evaluation.suites.published import published
 from ssd_train.heads.export import read_config
 from ssd_train.processes.files import Claims, read_json, share_out, write_atomically, write_json
@@ -157,16 +157,18 @@ def _tensor(files: Sequence[Path], key: str) -> Tensor:
 
 def _scores(run: Run, suite: Suite, name: str, prompts: Sequence[SuitePrompt]) -> dict[str, dict] | None:
     """The official scorer's, if it has been run."""
+    if not isinstance(suite, ScoredSuite):
+        return None
     path = _results(_directory(run, suite), suite, name)
-    if path is None or not path.exists():
+    if not path.exists():
         return None
     with suite.explained(path):
         found: dict[str, Interval] = suite.scores(path, prompts)
     return {category: dict(zip(("value", "low", "high"), score, strict=True)) for category, score in found.items()}
 
 
-def _results(directory: Path, suite: Suite, name: str) -> Path | None:
-    return directory / "results" / f"{name}{suite.results}" if suite.results else None
+def _results(directory: Path, suite: ScoredSuite, name: str) -> Path:
+    return directory / "results" / f"{name}{suite.results}"
 
 
 def _judge(run: Run, suite: Suite, prompts: Sequence[SuitePrompt], shape: tuple[int, int], entries: dict) -> None:
@@ -210,9 +212,9 @@ def _trained_on(run: Run, prompts: Sequence[SuitePrompt]) -> int | None:
 
 def _readme(suite: Suite, directory: Path, names: Sequence[str], shape: tuple[int, int]) -> str:
     lines = [f"# {suite.name}: pictures of {', '.join(names)}", "Each folder is in the layout of the official scorer."]
-    places = {name: _results(directory.resolve(), suite, name) for name in names}
-    commands = [suite.command(directory.resolve() / n, path, shape) for n, path in places.items() if path]
-    if commands:
+    if isinstance(suite, ScoredSuite):
+        place = directory.resolve()
+        commands = [suite.command(place / name, _results(place, suite, name), shape) for name in names]
         (directory / "results").mkdir(exist_ok=True)
         lines += ["In a checkout of it:", "\n".join(f"    {command}" for command in commands)]
         lines.append("Then run the evaluate stage again: it puts these scores into its report.")

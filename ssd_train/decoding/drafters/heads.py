@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ssd_train.decoding.parts import Drafter
+from ssd_train.decoding.parts import CorrectingDrafter
 from ssd_train.distributions import guided_probabilities
 from ssd_train.heads.corrector import neighbours
 from ssd_train.heads.predictors import Direction, Heads
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(CorrectingDrafter):
     """The head of a draft's (rows, columns) offset from its source: one of the two must be 0.
 
     The predictions of both CFG streams are combined exactly as the backbone's logits are. With ``chain``, horizontal

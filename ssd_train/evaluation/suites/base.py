@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -52,8 +52,6 @@ class Suite(ABC):
     inception: str | None = None
     clip: str | None = None
 
-    results: str | None = None  # suffix of the scorer's result file
-
     @abstractmethod
     def rows(self) -> Iterator[SuitePrompt]:
         """The prompts of the official file in its order, blank texts included. Raises ValueError naming the row."""
@@ -75,15 +73,6 @@ class Suite(ABC):
     @abstractmethod
     def finish(self, folder: Path, prompts: Sequence[SuitePrompt]) -> None:
         """Writes what the layout has beside the pictures."""
-
-    def command(self, folder: Path, results: Path, shape: tuple[int, int]) -> str:
-        """The official scorer's, to be run in a checkout of it. Only suites with ``results`` have one."""
-        raise NotImplementedError
-
-    def scores(self, results: Path, prompts: Sequence[SuitePrompt]) -> dict[str, Interval]:
-        """By category, "overall" first, as shares of 1, from the scorer's result file. Raises ValueError if that is of
-        other prompts, or cut short."""
-        raise NotImplementedError
 
     def prompts(self) -> tuple[list[SuitePrompt], int]:
         """All prompts that have a text, and how many rows have none. Raises ValueError for a file without prompts,
@@ -116,6 +105,22 @@ class Suite(ABC):
         except ValueError as error:  # the mends of training prompts are other settings
             message = str(error).replace(MEND, f"expected {self.__doc__}").replace("model.prompts.", "suite.")
             raise ValueError(message) from error
+
+
+class ScoredSuite(Suite):
+    """One with an official scorer, whose scores can be read back."""
+
+    results: ClassVar[str]
+    """Suffix of the scorer's result file."""
+
+    @abstractmethod
+    def command(self, folder: Path, results: Path, shape: tuple[int, int]) -> str:
+        """The official scorer's, to be run in a checkout of it."""
+
+    @abstractmethod
+    def scores(self, results: Path, prompts: Sequence[SuitePrompt]) -> dict[str, Interval]:
+        """By category, "overall" first, as shares of 1, from the scorer's result file. Raises ValueError if that is of
+        other prompts, or cut short."""
 
 
 def column(path: str, place: str, row: dict[str, Any], name: str) -> str:

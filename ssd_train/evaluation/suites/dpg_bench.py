@@ -7,18 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import ClassVar
 
 import numpy as np
 
-from ssd_train.evaluation.suites.base import Interval, Suite, SuitePrompt, load_picture, save_png
+from ssd_train.evaluation.suites.base import Interval, ScoredSuite, SuitePrompt, load_picture, save_png
 
 
 @dataclass
-class DPGBench(Suite):
+class DPGBench(ScoredSuite):
     """the folder dpg_bench/prompts: a .txt file a prompt, named by its id"""
 
     images_per_prompt: int = 4
-    results: str | None = ".txt"
+
+    results: ClassVar[str] = ".txt"
 
     def __post_init__(self) -> None:
         if not 1 <= self.images_per_prompt <= 4:

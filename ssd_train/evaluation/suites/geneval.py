@@ -5,19 +5,21 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ssd_train.evaluation.metrics import wilson
-from ssd_train.evaluation.suites.base import Interval, Suite, SuitePrompt, column, mean_of
+from ssd_train.evaluation.suites.base import Interval, ScoredSuite, SuitePrompt, column, mean_of
 from ssd_train.processes.files import write_atomically
 from ssd_train.prompts import READERS
 
 
 @dataclass
-class GenEval(Suite):
+class GenEval(ScoredSuite):
     """evaluation_metadata.jsonl of GenEval: an object a line with tag, include and prompt"""
 
     images_per_prompt: int = 4
-    results: str | None = ".jsonl"
+
+    results: ClassVar[str] = ".jsonl"
 
     def rows(self) -> Iterator[SuitePrompt]:
         for row, (place, value) in enumerate(READERS[".jsonl"](Path(self.path))):
