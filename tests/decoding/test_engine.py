@@ -210,7 +210,7 @@ BATCHED = {
     "ssd, r = 0": lambda: ssd(rounds=0),
     "ssd, r = 2": lambda: ssd(rounds=2),
     "ssd, until settled": lambda: ssd(rounds=None, first_row_rounds=None, until_settled=True),
-    "ssd, staged": lambda: ssd(rounds=8, rows_per_block=2, staged_rounds=1, until_settled=True),
+    "ssd, staged": lambda: ssd(rounds=5, rows_per_block=2, staged_rounds=1, until_settled=True),
     "ssd, waves": lambda: Decoder(Wave(3, 1, threshold=0.5), HeadDrafter(sweeps=3), Strict()),
     "ssd, waves, until settled": lambda: Decoder(
         Wave(None, 1, first_row_rounds=None, until_settled=True), HeadDrafter(sweeps=3), Strict()
