@@ -87,19 +87,21 @@ def train(args: argparse.Namespace) -> None:
         for category, r in zip(categories, right, strict=True):
             recent[category].append(r)
         ids, mask = encode_prompts(tokenizer, captions)
-        for pair in np.split(chosen := pairs(rng, right, categories), range(args.batch, len(chosen), args.batch)):
+        chosen = np.concatenate([pairs(rng, right, categories) for _ in range(args.epochs)])
+        for pair in np.split(chosen, range(args.batch, len(chosen), args.batch)):
             optimizer.param_groups[0]["lr"] = args.lr * min(1, (steps + 1) / 5, (1 - done) / (1 - args.decay_from))
             real = make_batch(rng, vq, tokenizer, args.batch)
             drop = torch.from_numpy(rng.uniform(size=(args.batch, 1)) < 0.1)
             real_ids = torch.where(drop, unconditional(tokenizer, real.ids), real.ids)
             own = torch.from_numpy(pair.T.reshape(-1))
-            losses = batch_losses(
-                token_losses,
-                model,
-                torch.cat([real_ids, ids[own]]),
-                torch.cat([real.mask, mask[own]]),
-                torch.cat([real.tokens, tokens[own]]),
-            )
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                losses = batch_losses(
+                    token_losses,
+                    model,
+                    torch.cat([real_ids, ids[own]]),
+                    torch.cat([real.mask, mask[own]]),
+                    torch.cat([real.tokens, tokens[own]]),
+                )
             gain = ((-losses[args.batch :] - before[own]) * judged[own]).sum(1)
             good, bad = gain.chunk(2)
             nll = losses[: args.batch].mean()
@@ -124,6 +126,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20, help="length of the run")
     parser.add_argument("--images", type=int, default=96, help="images drawn between updates")
     parser.add_argument("--batch", type=int, default=12, help="pairs a step, and fresh scenes beside them")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the pairs of what was drawn")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for a processor that has it")
     parser.add_argument("--lr", type=float, default=1.2e-4)
     parser.add_argument("--decay-from", type=float, default=0.5, help="share of the run before the decay")
     parser.add_argument("--beta", type=float, default=0.1, help="how soon a preference counts as learnt, per nat")
