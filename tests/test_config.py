@@ -375,7 +375,7 @@ def test_the_smoke_experiment_runs_every_stage(tmp_path):
     report = json.loads((tmp_path / "runs/tiny-smoke/decode/report.json").read_text())
     assert set(report["decoders"]) == {"ar", "ssd", "ssd_corrected"}
     assert report["decoders"]["ar"]["passes"] == 256
-    assert all(decoder["frechet"]["to_ar"] > 0 for decoder in report["decoders"].values())
+    assert all(decoder["distance"]["to_ar"] > 0 for decoder in report["decoders"].values())
     for text in done.stdout, (tmp_path / "runs/tiny-smoke/decode/report.md").read_text(), report["note"]:
         assert "figures mean nothing" in text
     noise = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"[Ww]arning|Tip:|litlogger", line)]

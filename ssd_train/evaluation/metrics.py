@@ -166,18 +166,27 @@ def texture(images: Tensor) -> dict[str, Tensor]:
     }
 
 
-def frechet_distance(a: Tensor, b: Tensor) -> float:
-    """Between normal distributions with the means and covariances of features [N, D] and [M, D] (Dowson & Landau, 1982;
-    FID without its Inception). Above 0 for two samples of one distribution, the more the fewer they are: compare equal
-    numbers of images only, and with the distance between two such samples. Raises ValueError for fewer than two."""
-    if min(len(a), len(b)) < 2:
-        raise ValueError(f"{len(a)} and {len(b)} images; a covariance needs two")
-    a, b = a.double(), b.double()
-    covariances = torch.cov(a.T), torch.cov(b.T)
-    # The trace of the root of a product of two covariances: its eigenvalues are real and at least 0 but for rounding.
-    cross = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp_min(0).sqrt().sum()
-    spread = covariances[0].trace() + covariances[1].trace() - 2 * cross
-    return max(0.0, float((a.mean(0) - b.mean(0)).square().sum() + spread))
+def energy_distance(a: Tensor, b: Tensor, permutations: int = 999, seed: int = 0) -> tuple[float, float]:
+    """Between features [N, D] of two decoders' pictures of the same N prompts, and the p of a permutation test: how
+    often it is at least as large if each prompt's two pictures change sides at random.
+
+    The energy coefficient (Szekely & Rizzo, "Energy statistics", 2013) of each feature's ranks among both sets, so that
+    neither units nor outliers rule it: 0 for the same pictures, at most 1. Above 0 for two samples of one distribution,
+    the more the fewer they are. Raises ValueError unless there are as many of both, at least two.
+    """
+    if len(a) != len(b) or len(a) < 2:
+        raise ValueError(f"{len(a)} and {len(b)} images; expected a pair a prompt, and two at least")
+    columns = torch.cat([a, b]).double().T.contiguous()
+    ordered = columns.sort(1).values
+    ranks = (torch.searchsorted(ordered, columns) + torch.searchsorted(ordered, columns, right=True)).T.double() / 2
+    apart = torch.cdist(ranks, ranks)
+    sign = torch.randint(2, (permutations, len(a)), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+    sign = torch.cat([torch.ones(1, len(a)), sign]).double()  # the first: as they are
+    weight = torch.cat([sign, -sign], 1) / len(a)
+    energy = -(weight @ apart * weight).sum(1)  # 2 E|a - b| - E|a - a'| - E|b - b'|
+    between = apart[: len(a), len(a) :].mean()
+    p = (energy >= energy[0] * (1 - 1e-9)).double().mean()
+    return float(energy[0].clamp_min(0) / (2 * between).clamp_min(1e-12)), float(p)
 
 
 def code_entropy(tokens: Tensor, vocabulary: int) -> float:

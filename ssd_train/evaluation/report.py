@@ -30,8 +30,9 @@ and a decoder one with the keys
     scene_score_by_category   {category: scene score}, or null
     texture         {"laplacian_variance", "luma_deviation"} of the pictures (see metrics.texture), or null
     code_entropy    nats of the histogram of all tokens, or null
-    frechet         {"to_ar": distance of the pictures' features to AR's; of AR itself, to those of a second AR run with
-                    other seeds, the noise floor; "to_real": to the prompt source's own pictures, or null}, or null
+    distance        {"to_ar": energy distance of the pictures' features to AR's, 0 to 1 (see metrics.energy_distance);
+                    of AR itself, to those of a second AR run with other seeds, the noise floor; "p": how often chance
+                    alone makes it as large; "to_real": to the prompt source's own pictures, or null}, or null
 
 The last six, and ``note``, may be absent. There may be further keys, such as which heads drafted.
 """
@@ -59,8 +60,9 @@ LEGEND = (
     "distribution by construction. Drafting: share of the decoding time. Accepted: drafts that passed their "
     "first judgement. Scene score: share of images that show their caption, with its 95 % interval. NLL: "
     "nats a token under the backbone (in brackets: minus AR's); below AR's is no better than above. Texture: "
-    "variance of the pictures' Laplacian; well below AR's means washed out. Frechet: distance of the "
-    "pictures' features to AR's (AR's own: to a second AR run's, the noise floor)."
+    "variance of the pictures' Laplacian; well below AR's means washed out. Distance: energy distance "
+    "of the pictures' features to AR's (AR's own: to a second AR run's, the noise floor), and in brackets the p of "
+    "a permutation test: how often chance alone makes it as large."
 )
 
 
@@ -111,7 +113,7 @@ DECODER = {
     "scene_score_by_category?": OrNull({"*": SCORE}),
     "texture?": OrNull({"laplacian_variance": AMOUNT, "luma_deviation": AMOUNT}),
     "code_entropy?": OrNull(AMOUNT),
-    "frechet?": OrNull({"to_ar": AMOUNT, "to_real": OrNull(AMOUNT)}),
+    "distance?": OrNull({"to_ar": SHARE, "p": SHARE, "to_real": OrNull(SHARE)}),
 }
 SCHEMA = {
     "model": TEXT,
@@ -154,7 +156,7 @@ class DecoderReport:
     scene_score_by_category: dict[str, Interval] | None = None
     texture: dict[str, float] | None = None
     code_entropy: float | None = None
-    frechet: dict[str, float | None] | None = None
+    distance: dict[str, float | None] | None = None
     extra: dict = field(default_factory=dict)
 
     def to_dict(self, ar: "DecoderReport | None") -> dict:
@@ -237,7 +239,7 @@ def table_markdown(report: dict) -> str:
                 "scene score": _format(entry["scene_score"], "{0[value]:.3f} [{0[low]:.3f}, {0[high]:.3f}]"),
                 "NLL": f"{entry['nll']:.3f}{difference}",
                 "texture": _format(entry.get("texture"), "{0[laplacian_variance]:.0f}"),
-                "Frechet": _format(entry.get("frechet"), "{0[to_ar]:.1f}"),
+                "distance (p)": _format(entry.get("distance"), "{0[to_ar]:.4f} ({0[p]:.3f})"),
             }
         )
     return markdown(table, [":--", ":-:"])

@@ -90,7 +90,7 @@ def run(run: Run, folder: str = "decode") -> None:
     entries, pictures = {}, {}
     first = {prompt.text: i for i, prompt in reversed(list(enumerate(prompts)))}
     shown = sorted(first.values())[: cfg.pictures]  # a caption once
-    of_ar = _gather(files["ar"])[0]["features"] if again else None
+    of_ar = _gather(files["ar"])[0] if again else None
     if again and all(prompt.image for prompt in prompts):
         real = torch.as_tensor(features(np.stack([prompt.image() for prompt in prompts])))
     else:
@@ -116,14 +116,7 @@ def run(run: Run, folder: str = "decode") -> None:
             scene_score_by_category=None if right is None else _by_category(run, prompts, right),
             texture={key: float(values.mean()) for key, values in _under("texture.", found).items()} or None,
             code_entropy=metrics.code_entropy(tokens, backbone.vocabulary),
-            frechet=None
-            if of_ar is None
-            else {
-                "to_ar": metrics.frechet_distance(
-                    of_ar, _gather(again)[0]["features"] if name == "ar" else found["features"]
-                ),
-                "to_real": None if real is None else metrics.frechet_distance(real, found["features"]),
-            },
+            distance=None if of_ar is None else _distance(of_ar, _gather(again)[0] if name == "ar" else found, real),
         )
     _draw(run, directory, entries, pictures, [prompts[i].text for i in shown])
     heads = read_config(run.heads_dir) if (run.heads_dir / "config.json").exists() else None
@@ -161,6 +154,14 @@ def _gather(files: list[Path]) -> tuple[dict[str, Tensor], list[Trace]]:
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def _distance(of_ar: dict[str, Tensor], found: dict[str, Tensor], real: Tensor | None) -> dict[str, float | None]:
+    """Of the pictures' features to AR's, and to the ``real`` ones."""
+    to_ar, p = metrics.energy_distance(of_ar["features"], found["features"])
+    return {
+        "to_ar": to_ar, "p": p, "to_real": None if real is None else metrics.energy_distance(real, found["features"])[0]
+    }  # fmt: skip
 
 
 def _by_category(run: Run, prompts: list[Prompt], right: Tensor) -> dict | None:

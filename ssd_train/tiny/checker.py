@@ -29,13 +29,16 @@ _REFINE = [(0.0, 0.0, 1.0)] + [(dx, dy, s) for s in (0.96, 1.0, 1.04) for dx in 
 
 @dataclass(frozen=True)
 class Found:
-    """An object in an image: shape (None: broken), colour, centre in pixels, overlap with the shape."""
+    """An object in an image: shape (None: broken), colour, centre in pixels, overlap with the shape, area in pixels,
+    and how far its mean colour is from the nominal one, in grey levels."""
 
     shape: str | None
     colour: str
     x: float
     y: float
     overlap: float
+    area: int = 0
+    colour_error: float = 0.0
 
 
 def _directions(rgb: np.ndarray) -> np.ndarray:
@@ -88,7 +91,7 @@ def find_objects(images: np.ndarray) -> list[list[Found]]:
     saturated = np.ptp(pixels, axis=-1) > MIN_CHROMA
     hue = (_directions(pixels) @ _HUES.T).argmax(-1)
     out = []
-    for labels, hues in zip(_components(saturated), hue, strict=True):
+    for image, labels, hues in zip(pixels, _components(saturated), hue, strict=True):
         found = []
         for label, area in zip(*np.unique(labels[labels > 0], return_counts=True), strict=True):
             if area < MIN_AREA:
@@ -98,7 +101,9 @@ def find_objects(images: np.ndarray) -> list[list[Found]]:
             best = _fit(mask)
             whole = best.overlap >= MIN_OVERLAP and votes.max() >= MIN_PURITY * area
             colour = list(COLOURS)[votes.argmax()]
-            found.append(replace(best, shape=best.shape if whole else None, colour=colour))
+            error = float(np.linalg.norm(image[mask].mean(0) - COLOURS[colour]))
+            shape = best.shape if whole else None
+            found.append(replace(best, shape=shape, colour=colour, area=int(area), colour_error=error))
         out.append(found)
     return out
 
@@ -128,12 +133,27 @@ def check_batch(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     return np.array([satisfies(f, r) for f, r in zip(find_objects(images), requirements, strict=True)], bool)
 
 
-def wholeness(images: np.ndarray) -> np.ndarray:
-    """Features for a Frechet distance: how well the objects of each image of uint8 [B,64,width,3] overlap with the
-    shape fitted to them, on average and at worst, in per cent; float64 [B,2], 0 without objects. What a decoder melts
-    or tears shows in both."""
-    overlaps = [[found.overlap for found in objects] or [0.0] for objects in find_objects(images)]
-    return 100 * np.array([[np.mean(each), min(each)] for each in overlaps])
+def features(images: np.ndarray) -> np.ndarray:
+    """What an energy distance compares of each image of uint8 [B,64,width,3], float64 [B,12]. Of its objects, 0 if
+    there are none: number, overlap with the fitted shapes on average and at worst, mean area, mean x and y, spread,
+    colour error, and how rough the colour within them is. Of all pixels: mean and deviation of the luma, and the
+    energy of its finest detail outside the objects."""
+    luma = images.mean(-1)
+    detail = np.abs(
+        4 * luma[:, 1:-1, 1:-1] - luma[:, :-2, 1:-1] - luma[:, 2:, 1:-1] - luma[:, 1:-1, :-2] - luma[:, 1:-1, 2:]
+    )
+    saturated = _grow((np.ptp(images.astype(np.int64), axis=-1) > MIN_CHROMA).astype(np.int64)) > 0
+    rows = []
+    for found, grey, fine, inside in zip(find_objects(images), luma, detail, saturated[:, 1:-1, 1:-1], strict=True):
+        x, y, overlap, area, error = (
+            np.array([getattr(f, name) for f in found] or [0.0])
+            for name in ("x", "y", "overlap", "area", "colour_error")
+        )
+        rows.append([
+            len(found), overlap.mean(), overlap.min(), area.mean(), x.mean(), y.mean(), x.std() + y.std(), error.mean(),
+            fine[inside].mean() if inside.any() else 0.0, grey.mean(), grey.std(), fine[~inside].mean(),
+        ])  # fmt: skip
+    return np.array(rows)
 
 
 def check(image: np.ndarray, caption: str) -> bool:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration
 
-from ssd_train.evaluation.metrics import frechet_distance
-from ssd_train.tiny.checker import check, check_batch, find_objects, score, wholeness
+from ssd_train.evaluation.metrics import energy_distance
+from ssd_train.tiny.checker import check, check_batch, features, find_objects, score
 from ssd_train.tiny.scenes import CATEGORIES, render, sample_scene
 from ssd_train.tiny.train_vq import decode, encode
 
@@ -120,14 +120,16 @@ def test_no_objects_is_wrong():
 
 
 def test_the_more_tokens_are_wrong_the_farther_pictures_are(drawn, vq):
-    """Renders through the tokenizer against others (the floor), and with 10 and 50 % of their tokens replaced: the
-    Frechet distance between what the checker measures of them. So few pictures cannot tell 2 % from none."""
-    reference, tokens = decode(vq, encode(vq, drawn[1][:60])), encode(vq, drawn[1][60:])
+    """Renders through the tokenizer against others of other captions (the floor), and with 10 and 50 % of their tokens
+    replaced: the energy distance between what the checker measures of them, and whether chance explains it."""
+    reference, tokens = decode(vq, encode(vq, drawn[1][:60])), encode(vq, drawn[1][60:120])
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(vq.config.num_embeddings, tokens.shape, generator=generator)
     order = torch.rand(tokens.shape, generator=generator)
-    distances = [
-        frechet_distance(*(torch.tensor(wholeness(images)) for images in (reference, decode(vq, changed))))
+    measured = [
+        energy_distance(*(torch.tensor(features(images)) for images in (reference, decode(vq, changed))))
         for changed in (tokens.where(order > share, noise) for share in (0, 0.1, 0.5))
     ]
-    assert 0 < distances[0] < distances[1] < distances[2]
+    distances, p = zip(*measured, strict=True)
+    assert 0 < distances[0] < distances[1] < distances[2] < 1
+    assert p[0] > 0.01 > p[1] >= p[2] == 0.001
