@@ -95,7 +95,8 @@ class Decoder:
     ) -> Decoded:
         """Decodes one image a prompt. ``timed`` fills trace.seconds, which costs device synchronisations."""
         window = 0 if self.common_noise else self.schedule.window(backbone.grid)
-        state = State(backbone, prompts, seeds, sampling, window, timed)
+        sweeps = self.drafter.sweeps if isinstance(self.drafter, CorrectingDrafter) else 0
+        state = State(backbone, prompts, seeds, sampling, window, timed, sweeps)
         batch = len(seeds)
         with state.clock("prompt"):
             state.prefill()
@@ -148,7 +149,11 @@ class Decoder:
         pairs = zip(source.host_position.tolist(), items.host_position.tolist(), strict=True)
         offset = [state.grid.offset(*pair) for pair in pairs]
         q = state.usable(self.drafter.propose(state, items, source, offset))
-        token = race(q, state.noise(items)) if self.common_noise else sample(q, state.draw(items)[:, Purpose.DRAFT])
+        token = (
+            race(q, state.noise(items.sample, items.position))
+            if self.common_noise
+            else sample(q, state.draw(items)[:, Purpose.DRAFT])
+        )
         state.put(items, token, q)
         state.enter(items, offset)
 
@@ -160,7 +165,7 @@ class Decoder:
         drafted = state.drafted(items)
         u = None if self.common_noise else state.draw(items)
         if u is None:
-            token = race(p, state.noise(items))
+            token = race(p, state.noise(items.sample, items.position))
             verdict = Verdict(token, (token == state.tokens[at]) & upload(drafted, state.device))
         elif drafted.any():
             draft = state.tokens[at].clamp_min(0)  # -1 where there is none
@@ -189,26 +194,28 @@ class Decoder:
         is brought to the distribution that the drafter then expects, from the backbone's own state, re-drawing as few
         as possible. A revised draft is a function of what stands before it and of numbers that nothing else has seen,
         so an exact schedule stays exact whatever the drafter expects. Stops when nothing moves."""
-        b, near = judged.sample[:, None], self.drafter.context[judged.position]
-        hidden, left = state.hidden[:, judged.sample, judged.position], state.hidden[:, judged.sample, near[:, 0]]
-        fed = seen = state.fed[b, near]
+        near, u = self.drafter.context[judged.position], state.draw(judged)
+        hidden, left = (state.hidden[:, judged.sample, at] for at in (judged.position, near[:, 0]))
+        b, fed = judged.sample[:, None], state.fed[judged.sample[:, None], near]
+        corrected, seen = self.drafter.revision(state, judged, hidden, left, fed), fed
         for sweep in range(self.drafter.sweeps):
             now = state.tokens[b, near]
             moved = (now != seen).any(1).nonzero().squeeze(1)
             if not len(moved):
                 break
-            seen, items = now, judged.choose(moved)
-            corrected = self.drafter.correct(state, hidden[:, moved], left[:, moved], fed[moved], now[moved])
-            state.hidden[:, items.sample, items.position] = corrected
-            q = state.usable(guided_probabilities(state.backbone.readout(corrected), state.sampling))
+            seen, at = now, (judged.sample[moved], judged.position[moved])
+            state.hidden[:, *at] = expected = corrected(moved, now[moved])
+            q = state.usable(guided_probabilities(state.backbone.readout(expected), state.sampling))
             if self.common_noise:
-                token = race(q, state.noise(items))
+                token = race(q, state.noise(*at))
             else:
-                draft, u = state.tokens[items.sample, items.position], state.draw(items, sweep)
-                accept, weight = Strict()(q, state.q[items.sample, items.position % state.window], draft)
-                u_accept, u_redraw = u[:, Purpose.REVISE_ACCEPT], u[:, Purpose.REVISE_REDRAW]
-                token = accept_and_redraw(draft, accept, weight, u_accept, u_redraw).token
-            state.put(items, token, q)
+                draft = state.tokens[at]
+                accept, weight = Strict()(q, state.q[at[0], at[1] % state.window], draft)
+                mine = u[moved, sweep * len(Purpose) :]
+                token = accept_and_redraw(
+                    draft, accept, weight, mine[:, Purpose.REVISE_ACCEPT], mine[:, Purpose.REVISE_REDRAW]
+                ).token
+            state.stand(*at, token, q)
 
 
 def after_first(flags: Tensor, group: np.ndarray) -> Tensor:

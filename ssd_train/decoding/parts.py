@@ -103,9 +103,12 @@ class CorrectingDrafter(Drafter):
     the left one first, [L, C] int64 on the backbone's device; L stands for none."""
 
     @abstractmethod
-    def correct(self, state: State, hidden: Tensor, left: Tensor, fed: Tensor, now: Tensor) -> Tensor:
-        """What the states [S, N, d] of N positions become when their neighbours, which were ``fed`` as these tokens
-        [N, C], stand as they do ``now``; ``left`` [S, N, d] are the states of the left neighbours. -1 is no token."""
+    def revision(
+        self, state: State, judged: Items, hidden: Tensor, left: Tensor, fed: Tensor
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of N judged positions, whose states are ``hidden`` [S, N, d], with ``left`` [S, N, d] those of the left
+        neighbours, and whose neighbours were ``fed`` as these tokens [N, C] (-1 is none): a function from n of their
+        indices [n] and these ones' neighbours as they stand now [n, C] to what their states become [S, n, d]."""
 
 
 class NextTokenDrafter(Drafter):

@@ -29,11 +29,6 @@ class Items(NamedTuple):
     position: Tensor
     bounds: list[int]  # items of sample b are bounds[b]..bounds[b+1]
 
-    def choose(self, index: Tensor) -> "Items":
-        """Those at ``index`` [n], a device's numbers; without bounds."""
-        host = index.cpu().numpy()
-        return Items(self.host_sample[host], self.host_position[host], self.sample[index], self.position[index], [])
-
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """To the device, without waiting for what it is doing, as a copy from memory that is not pinned would."""
@@ -61,8 +56,10 @@ class State:
         sampling: Sampling,
         window: int = 0,
         timed: bool = False,
+        sweeps: int = 0,
     ):
-        """``window`` is the longest run of positions that hold drafts at any time. ``timed`` fills trace.seconds, which
+        """``window`` is the longest run of positions that hold drafts at any time; ``sweeps``, how often at most drafts
+        are revised after a judgement. ``timed`` fills trace.seconds, which
         costs device synchronisations."""
         self.backbone, self.grid, self.sampling = backbone, backbone.grid, sampling
         self.prompts = prompts = prompts.guided(sampling.guidance)
@@ -82,7 +79,8 @@ class State:
         self._visits = np.zeros((batch, size), dtype=np.int64)  # judgements so far: part of a draw's key
         self._round = np.zeros((batch, size), dtype=np.int64)
         self._offset = np.zeros((batch, size, 2), dtype=np.int64)
-        self._draws: dict[int, Tensor] = {}  # by sweep: [visits, B, L, purposes]
+        self._purposes = torch.arange(len(Purpose) * max(1, sweeps), device=device)
+        self._draws = self.seeds.new_zeros(0)  # [visits, B, L, purposes]
         self._unsound, self._blind = torch.zeros(2, dtype=torch.int64, device=device)  # draft, target distributions
         self._timed = timed
         self._trace = Trace(passes=[0] * batch)
@@ -161,10 +159,14 @@ class State:
 
     def put(self, items: Items, token: Tensor, q: Tensor) -> None:
         """Tokens [N], drawn from q [N, V], stand from now on; what is judged next is they, against it."""
-        self.tokens[items.sample, items.position] = token
-        if self.window:
-            self.q[items.sample, items.position % self.window] = q
+        self.stand(items.sample, items.position, token, q)
         self._drafted[items.host_sample, items.host_position] = True
+
+    def stand(self, sample: Tensor, position: Tensor, token: Tensor, q: Tensor) -> None:
+        """The same where drafts are already."""
+        self.tokens[sample, position] = token
+        if self.window:
+            self.q[sample, position % self.window] = q
 
     def usable(self, q: Tensor) -> Tensor:
         """Draft distributions [N, V], uniform where NaN or infinite logits left none. Whatever is broken, a draft is
@@ -205,21 +207,20 @@ class State:
         beside &= drafted[1:] & drafted[:-1] & (items.host_position[1:] % self.grid.width > 0)
         return upload(np.concatenate([[False], beside]), self.device)
 
-    def noise(self, items: Items) -> Tensor:
+    def noise(self, sample: Tensor, position: Tensor) -> Tensor:
         """Uniform numbers [N, V] for races, the same at every visit."""
         token = torch.arange(self.backbone.vocabulary, device=self.device)
-        return uniform(self.seeds[items.sample, None], items.position[:, None], 0, Purpose.RACE, token)
+        return uniform(self.seeds[sample, None], position[:, None], 0, Purpose.RACE, token)
 
-    def draw(self, items: Items, sweep: int = 0) -> Tensor:
-        """Uniform numbers [N, len(Purpose)], a column a purpose, for the items' present visit and a sweep after it."""
+    def draw(self, items: Items) -> Tensor:
+        """Uniform numbers [N, len(Purpose)] for the items' present visit, a column a purpose; and as many more columns
+        for each sweep after the first."""
         visit = self._visits[items.host_sample, items.host_position]
-        draws = self._draws.get(sweep, self.seeds.new_zeros(0))
-        while visit.size and len(draws) <= visit.max():
+        while visit.size and len(self._draws) <= visit.max():
             position = torch.arange(self.grid.size, device=self.device)[:, None]
-            purpose = torch.arange(len(Purpose), device=self.device) + len(Purpose) * sweep
-            fresh = uniform(self.seeds[:, None, None], position, len(draws), purpose)
-            draws = self._draws[sweep] = torch.cat([draws.view(-1, *fresh.shape), fresh[None]])
-        return draws[upload(visit, self.device), items.sample, items.position]
+            fresh = uniform(self.seeds[:, None, None], position, len(self._draws), self._purposes)
+            self._draws = torch.cat([self._draws.view(-1, *fresh.shape), fresh[None]])
+        return self._draws[upload(visit, self.device), items.sample, items.position]
 
     # -- the trace ----------------------------------------------------------------------------------------------
 

@@ -69,13 +69,50 @@ class Corrector(nn.Module):
     ) -> Tensor:
         """H and H_left [S, N, d]; the tokens of the neighbours as fed and as they stand, [N, C] int64, nearest first,
         -1 where there is none; ``embed`` from tokens [...] to embeddings [..., d]. Returns H' [S, N, d]."""
-        there = now[:, 0, None] >= 0
         was, becomes = (embed(tokens.clamp_min(0)) * (tokens >= 0)[..., None] for tokens in (fed, now))
         seen = torch.cat([becomes[:, :1], becomes - was], 1).flatten(1) / self.embedding_scale
-        x = self.states(torch.cat([hidden, left * there], -1) / self.state_scale) + self.tokens(seen)
+        return self.add(hidden, self.of_states(hidden, left, fed) + self.tokens(seen), fed, now)
+
+    def of_states(self, hidden: Tensor, left: Tensor, fed: Tensor) -> Tensor:
+        """U [H ; H_left] / s, [S, N, m]."""
+        left = left * (fed[:, :1] >= 0)
+        return self.states(torch.cat([hidden, left], -1) / self.state_scale)
+
+    def add(self, hidden: Tensor, x: Tensor, fed: Tensor, now: Tensor) -> Tensor:
+        """H + s G(x) where a neighbour differs, else H."""
         for layer in self.layers:
             x = x + layer(x)
         return hidden + self.last(x) * self.state_scale * (fed != now).any(1)[:, None]
+
+
+class FrozenCorrector:
+    """A corrector that no longer learns, for the sweeps of a decoder: V e(t) of a neighbour is a row of a table, and
+    what all sweeps after a judgement have in common is computed once. Gives what the corrector does, up to rounding.
+
+    The tables are 2 C (V + 1) m numbers for a vocabulary of V."""
+
+    def __init__(self, corrector: Corrector, embedding: Tensor):
+        """``embedding`` [V, d]: the backbone's input embeddings."""
+        self.corrector = corrector
+        width = embedding.shape[1]
+        weights = corrector.tokens.weight.unflatten(1, (-1, width))  # [m, 1 + C, d]
+        left, *each = torch.einsum("mcd,vd->cvm", weights, embedding / corrector.embedding_scale)
+        fed = F.pad(torch.stack(each), (0, 0, 1, 0))  # row 0 of each neighbour: none there
+        now = fed.clone()
+        now[0, 1:] += left
+        self.now, self.fed = now.flatten(0, 1), fed.flatten(0, 1)
+        self.first = 1 + torch.arange(len(each), device=embedding.device) * fed.shape[1]
+
+    def begin(self, hidden: Tensor, left: Tensor, fed: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of N positions, as :meth:`Corrector.forward` takes them. Returns a function from n of their indices [n] and
+        these ones' neighbours as they stand [n, C] to H' [S, n, d]."""
+        x = self.corrector.of_states(hidden, left, fed) - F.embedding_bag(fed + self.first, self.fed, mode="sum")
+
+        def corrected(index: Tensor, now: Tensor) -> Tensor:
+            seen = x[:, index] + F.embedding_bag(now + self.first, self.now, mode="sum")
+            return self.corrector.add(hidden[:, index], seen, fed[index], now)
+
+        return corrected
 
 
 def nearest(count: int) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from ssd_train.decoding.schedules.prefix import Prefix
 from ssd_train.decoding.schedules.rows import Rows
 from ssd_train.decoding.schedules.wave import Wave
 from ssd_train.decoding.schedules.zipar import ZipAR
-from ssd_train.decoding.state import Items, State
+from ssd_train.decoding.state import State
 from ssd_train.distributions import Sampling, guided_probabilities
 from ssd_train.grid import Grid
 from ssd_train.heads.corrector import CorrectorSpec
@@ -305,15 +305,7 @@ def test_common_noise_gives_the_image_of_ar(backbone, heads, schedule, drafter):
     assert decoded.trace.accepted.any()
 
 
-@pytest.fixture
-def chosen(monkeypatch):
-    """The items of each sweep, as they are chosen."""
-    found, choose = [], Items.choose
-    monkeypatch.setattr(Items, "choose", lambda items, index: found.append(choose(items, index)) or found[-1])
-    return found
-
-
-def test_a_sweep_revises_what_sees_another_neighbour_from_the_backbones_state(backbone, heads, chosen, monkeypatch):
+def test_a_sweep_revises_what_sees_another_neighbour_from_the_backbones_state(backbone, heads, monkeypatch):
     """And each position only when one stands otherwise than at its last revision, until nothing moves."""
     passes, seen, sweeps, feed = [], {}, [], State.feed
 
@@ -324,30 +316,39 @@ def test_a_sweep_revises_what_sees_another_neighbour_from_the_backbones_state(ba
         seen.clear()
 
     class Spy(HeadDrafter):
-        def correct(self, state, hidden, left, fed, now):
-            items, near = chosen[-1], self.context[chosen[-1].position]
-            assert torch.equal(hidden, passes[-1][:, items.sample, items.position])
-            assert torch.equal(left, passes[-1][:, items.sample, near[:, 0]])
-            assert torch.equal(fed, state.fed[items.sample[:, None], near])
-            assert torch.equal(now, state.tokens[items.sample[:, None], near])
-            for b, p, was, stands in zip(*(x.tolist() for x in (items.sample, items.position, fed, now)), strict=True):
-                assert seen.get((b, p), was) != stands
-                seen[b, p] = stands
-            sweeps[-1] += 1
-            return hidden + hidden.std() * (now - fed)[:, :1]  # far, so that much is re-drawn
+        def revision(self, state, judged, hidden, left, fed):
+            near = self.context[judged.position]
+            assert torch.equal(hidden, passes[-1][:, judged.sample, judged.position])
+            assert torch.equal(left, passes[-1][:, judged.sample, near[:, 0]])
+            assert torch.equal(fed, state.fed[judged.sample[:, None], near])
+
+            def revised(index, now):
+                sample, position = judged.sample[index], judged.position[index]
+                assert torch.equal(now, state.tokens[sample[:, None], near[index]])
+                rows = (x.tolist() for x in (sample, position, fed[index], now))
+                for b, p, was, stands in zip(*rows, strict=True):
+                    assert seen.get((b, p), was) != stands
+                    seen[b, p] = stands
+                sweeps[-1] += 1
+                return hidden[:, index] + hidden.std() * (now - fed[index])[:, :1]  # far, so that much is re-drawn
+
+            return revised
 
     monkeypatch.setattr(State, "feed", watched)
     Decoder(window(), Spy(sweeps=4), Strict()).bind(backbone, heads)(backbone, micro.prompts(4), range(4), SAMPLING)
     assert {0, 4} < set(sweeps) <= {0, 1, 2, 3, 4}
 
 
-def test_a_perfect_revision_saves_the_right_neighbour(backbone, heads, chosen):
+def test_a_perfect_revision_saves_the_right_neighbour(backbone, heads):
     """If what is right of a re-drawn position moves to its true p, the next pass accepts it for certain."""
 
     class Clairvoyant(HeadDrafter):
-        def correct(self, state, hidden, left, fed, now):
-            truth = backbone.teacher_force(state.prompts, state.tokens[:, :-1].clamp_min(0))
-            return truth[:, chosen[-1].sample, chosen[-1].position]
+        def revision(self, state, judged, hidden, left, fed):
+            def revised(index, now):
+                truth = backbone.teacher_force(state.prompts, state.tokens[:, :-1].clamp_min(0))
+                return truth[:, judged.sample[index], judged.position[index]]
+
+            return revised
 
     def neighbours(drafter):
         """Whether a position was accepted, for all that follow one which was re-drawn, and settled, a pass earlier."""

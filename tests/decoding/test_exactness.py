@@ -184,14 +184,14 @@ def test_exact_decoders_have_the_distribution_of_ar_on_three_rows(make):
 class Zero(Corrector):
     """Starts, and stays, where a trained one starts."""
 
-    def forward(self, hidden, left, fed, now, embed):
+    def add(self, hidden, x, fed, now):
         return hidden
 
 
 class Shift(Corrector):
     """Sends every state, whatever was re-drawn, to where all drafts are wrong."""
 
-    def forward(self, hidden, left, fed, now, embed):
+    def add(self, hidden, x, fed, now):
         return hidden + 3 * hidden.std() * torch.linspace(-1, 1, hidden.shape[-1])
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd_train.grid import Grid
-from ssd_train.heads.corrector import Corrector, CorrectorSpec, nearest, neighbours
+from ssd_train.heads.corrector import Corrector, CorrectorSpec, FrozenCorrector, nearest, neighbours
 from ssd_train.heads.predictors import Heads, HeadSpec
 
 D, M, C = 4, 6, 3
@@ -65,6 +65,17 @@ def test_the_formula(depth):
             expected = h if i == 2 else h + 3 * gated(corrector.last, x)
             assert torch.allclose(corrected[stream, i], expected, atol=1e-5)
             assert i == 2 or (expected - h).norm() > 1e-2
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_tables_say_the_same(depth):
+    """Sweep after sweep, of positions in any order."""
+    corrector, (hidden, left, fed, now) = make(depth), inputs()
+    revised = FrozenCorrector(corrector, TABLE).begin(hidden, left, fed)
+    for index in ([3, 0], [0, 1, 2, 3], [2]):
+        for stands in (now[index], (now[index] + 1) % len(TABLE)):
+            expected = corrector(hidden[:, index], left[:, index], fed[index], stands, embed)
+            assert torch.allclose(revised(torch.tensor(index), stands), expected, atol=1e-5)
 
 
 def test_it_starts_by_changing_nothing():

@@ -1,13 +1,13 @@
 """Drafts from trained heads: SSD's (arXiv 2606.20543), and EAGLE's chain of one of them (arXiv 2401.15077)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ssd_train.decoding.parts import CorrectingDrafter
 from ssd_train.distributions import guided_probabilities
-from ssd_train.heads.corrector import neighbours
+from ssd_train.heads.corrector import FrozenCorrector, neighbours
 from ssd_train.heads.predictors import Direction, Heads
 
 
@@ -39,14 +39,15 @@ class HeadDrafter(CorrectingDrafter):
             raise ValueError("a chain feeds predicted states back; token-space heads predict none")
         if self.chain and not heads.spec.k_horizontal:
             raise ValueError("a chain is made of the horizontal +1 head, but there is none: train with k_horizontal=1")
-        if self.sweeps:
-            if heads.corrector is None:
-                raise ValueError(
-                    f"sweeps is {self.sweeps}, but these heads were trained without a corrector (head.corrector=null); "
-                    "expected sweeps=0, or others"
-                )
-            self.context = neighbours(backbone.grid, heads.spec.corrector.context).to(backbone.device)
+        if self.sweeps and heads.corrector is None:
+            raise ValueError(
+                f"sweeps is {self.sweeps}, but these heads were trained without a corrector (head.corrector=null); "
+                "expected sweeps=0, or others"
+            )
         self.heads = heads.to(device=backbone.device, dtype=backbone.dtype)
+        if self.sweeps:
+            self.context = neighbours(backbone.grid, heads.spec.corrector.context).to(backbone.device)
+            self.corrector = FrozenCorrector(heads.corrector, backbone.output.embedding)
         return self
 
     def require(self, source, position, grid) -> None:
@@ -77,8 +78,8 @@ class HeadDrafter(CorrectingDrafter):
                 logits[:, members] = self._logits(state, items, source, pair, members)
         return guided_probabilities(logits, state.sampling)
 
-    def correct(self, state, hidden: Tensor, left: Tensor, fed: Tensor, now: Tensor) -> Tensor:
-        return self.heads.corrector(hidden, left, fed, now, state.backbone.embed)
+    def revision(self, state, judged, hidden, left, fed) -> Callable[[Tensor, Tensor], Tensor]:
+        return self.corrector.begin(hidden, left, fed)
 
     def _logits(self, state, items, source, offset: tuple[int, int], chosen: list[int] | slice) -> Tensor:
         """Draft logits [S, n, V] of the n chosen items, which are all at one offset."""
