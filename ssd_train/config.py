@@ -48,6 +48,12 @@ class Strategy(Enum):
     fsdp = "fsdp"
 
 
+class WeightDtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 @dataclass
 class CacheConfig:
     # A directory, or a URL to read a finished one from; default: runs/cache/<model>-<fingerprint of its settings>
@@ -123,6 +129,11 @@ class TrainConfig:
 
 
 @dataclass
+class ExportConfig:
+    dtype: WeightDtype = WeightDtype.float32  # as stored; heads are cast to their backbone's
+
+
+@dataclass
 class DecodeConfig:
     heads: str | None = None  # a directory, or owner/name[@revision] on the hub; default: this run's export
     prompts: int = 128  # fidelity
@@ -140,6 +151,7 @@ class Config:
     phrases: PhrasesConfig = field(default_factory=PhrasesConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     decoder: dict[str, Any] = field(default_factory=dict)
     suite: Any = None  # of the evaluate stage

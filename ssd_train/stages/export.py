@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ssd_train.config import Stage, cache_fingerprint
@@ -28,13 +29,14 @@ def run(run: Run) -> None:
     summary = _summary(run)
     directory = run.output / "heads"
     training = {key: summary[key] for key in ("fingerprint", "steps", "samples", "validation")}
-    training["cache"] = cache_fingerprint(run.cfg)
+    training |= {"cache": cache_fingerprint(run.cfg), "dtype": run.cfg.export.dtype.name}
     if _is_exported(run, directory, training):
         log.info("heads are exported already to %s", directory)
         return
     weights = _weights(run, summary["steps"])
     heads = Heads(HeadSpec(**summary["heads"]))
     heads.load_state_dict({key.removeprefix("heads."): tensor for key, tensor in weights.items()})
+    heads.to(getattr(torch, run.cfg.export.dtype.name))
     save_heads(directory, heads, run.backbone, training)
     load_heads(directory, run.backbone)
     log.info("exported %d heads to %s", len(heads.predictors), directory)

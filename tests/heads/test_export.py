@@ -381,6 +381,18 @@ def test_an_export_is_not_repeated_unless_it_is_broken(run):
     load_heads(run.heads_dir, run.backbone)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_export_may_be_half_as_large(run, make_run, cached, dtype):
+    """The same weights, rounded; asked for once more, they are exported anew."""
+    stage.run(run)
+    whole, size = load_heads(run.heads_dir, run.backbone), (run.heads_dir / "model.safetensors").stat().st_size
+    stage.run(make_run(cached, f"output={run.output}", "train.epochs=1", "head.lr=1e-2", f"export.dtype={dtype}"))
+    half = load_heads(run.heads_dir, run.backbone)
+    rounded = {key: tensor.to(getattr(torch, dtype)).float() for key, tensor in whole.state_dict().items()}
+    assert all(torch.equal(tensor, rounded[key]) for key, tensor in half.state_dict().items())
+    assert (run.heads_dir / "model.safetensors").stat().st_size < 0.6 * size
+
+
 def test_no_training_or_another_one_is_not_exported(run, make_run, cached, tmp_path):
     with pytest.raises(HeadsError, match=r"holds no finished training; run the train stage first"):
         stage.run(make_run(cached, f"output={tmp_path}/empty"))
