@@ -78,6 +78,9 @@ class Drafter(ABC):
     sequential: bool = False
     """Whether a draft may depend on the one before it: then they are proposed and sampled one at a time."""
 
+    uses_heads: bool = True
+    """Whether other heads may make other drafts. What was decoded without any outlives them."""
+
     def bind(self, backbone: Backbone, heads: Heads | None) -> "Drafter":
         """Gives the drafter what it drafts with. Raises ValueError if something it needs is not there."""
         return self
@@ -115,6 +118,7 @@ class NextTokenDrafter(Drafter):
     """A language model of some kind: each draft comes from the position before it."""
 
     sequential = True
+    uses_heads = False
 
     def require(self, source: int, position: int, grid: Grid) -> None:
         if source != position - 1:

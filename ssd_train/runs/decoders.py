@@ -93,7 +93,9 @@ def picture_shape(run: Run) -> tuple[int, int] | None:
 def identity(run: Run, name: str, decoder: Decoder, *content: Any) -> str:
     """Of everything that decides what one decoder makes of the ``content``, our own code included."""
     node = decoder_nodes(run)[name]
-    files = [run.heads_dir / "model.safetensors", *_files(OmegaConf.to_container(node, resolve=True))]
+    files = _files(OmegaConf.to_container(node, resolve=True))
+    if decoder.drafter is not None and decoder.drafter.uses_heads:
+        files.append(run.heads_dir / "model.safetensors")
     files += sorted(Path(ssd_train.__file__).parent.rglob("*.py"))
     models = [run.backbone, *filter(None, [getattr(decoder.drafter, "backbone", None)])]
     return config.fingerprint(

@@ -11,6 +11,8 @@ from ssd_train.decoding.parts import Drafter
 class Random(Drafter):
     """Uniformly random tokens, q uniform."""
 
+    uses_heads = False
+
     def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
         vocabulary = state.backbone.vocabulary
         return torch.full((len(offset), vocabulary), 1 / vocabulary, dtype=state.q.dtype, device=state.device)
@@ -18,6 +20,8 @@ class Random(Drafter):
 
 class Copy(Drafter):
     """The token at the source position as it stands, q one-hot."""
+
+    uses_heads = False
 
     def propose(self, state, items, source, offset: Sequence[tuple[int, int]]) -> Tensor:
         token = state.tokens[source.sample, source.position]
