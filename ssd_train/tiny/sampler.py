@@ -66,21 +66,20 @@ class _Layers:
 def sample(
     model: JanusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, captions: Sequence[str],
     guidance: float, temperature: float, generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Image tokens int64 [B,L], and their log-likelihood under the captions alone, unguided, float32 [B,L]."""
+) -> Tensor:  # fmt: skip
+    """Image tokens int64 [B,L]."""
     ids, mask = encode_prompts(tokenizer, captions)
     ids, mask = torch.cat([ids, unconditional(tokenizer, ids)]), mask.repeat(2, 1)
     length = GRID * columns_of(model)
     layers = _Layers(model, len(ids), ids.shape[1] + length)
     embeds, position_ids, attention = model.get_input_embeddings()(ids), positions(mask), attention_mask(mask)
-    tokens, likelihoods = [], []
+    tokens = []
     for _ in range(length):
         hidden = layers(embeds, position_ids, attention)
         cond, uncond = model.model.generation_head(hidden).chunk(2)
         probs = ((uncond + guidance * (cond - uncond)) / temperature).softmax(-1)
         tokens.append(torch.multinomial(probs, 1, generator=generator))
-        likelihoods.append(cond.log_softmax(-1).gather(1, tokens[-1]))
         embeds = model.prepare_embeddings_for_image_generation(tokens[-1].repeat(2, 1))
         mask = F.pad(mask, (0, 1), value=True)
         attention, position_ids = mask[:, None, None], position_ids[:, -1:] + 1
-    return torch.cat(tokens, 1), torch.cat(likelihoods, 1)
+    return torch.cat(tokens, 1)

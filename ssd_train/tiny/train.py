@@ -187,7 +187,7 @@ def sample_and_score(
     images = []
     for i in range(0, n, 96):
         generator = torch.Generator().manual_seed(seed + i)
-        tokens, _ = sample(model, tokenizer, captions[i : i + 96], guidance, temperature, generator)
+        tokens = sample(model, tokenizer, captions[i : i + 96], guidance, temperature, generator)
         images.append(decode(model.model.vqmodel, tokens))
     images = np.concatenate(images)
     return images, captions, {k: round(v, 4) for k, v in score(images, captions).items()}
