@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
 
 PATIENCE = timedelta(days=30)
 """Of a process that waits for another: as long as the scheduler's, which ends them all if one fails."""
@@ -65,6 +64,8 @@ class World:
         names = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank}
         names |= {"LOCAL_WORLD_SIZE": self.local_size, "GROUP_RANK": self.rank // self.local_size}
         if "MASTER_ADDR" not in os.environ and self.size > 1:
+            from lightning.fabric.plugins.environments import SLURMEnvironment  # seconds, for whoever runs alone
+
             address = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
             names |= {"MASTER_ADDR": address, "MASTER_PORT": SLURMEnvironment(auto_requeue=False).main_port}
         os.environ.update({name: str(value) for name, value in names.items()})

@@ -4,11 +4,10 @@ import logging
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
@@ -20,7 +19,9 @@ from ssd_train.processes.files import remove_strays
 from ssd_train.processes.world import ALONE, World
 from ssd_train.prompts import Prompt, Split, take
 from ssd_train.runs.plan import require_fit
-from ssd_train.runs.tracking import make_logger
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
 
 log = logging.getLogger("ssd_train")
 
@@ -50,8 +51,10 @@ class Run:
         return backbone
 
     @cached_property
-    def logger(self) -> Logger | None:
+    def logger(self) -> "Logger | None":
         """One for all stages."""
+        from ssd_train.runs.tracking import make_logger  # and with it Lightning, which drawing has no need of
+
         return make_logger(self.cfg, self.output, self.train_fingerprint, first=self.world.rank == 0)
 
     def prompts(self, splits: list[Split], count: int) -> list[Prompt]:
