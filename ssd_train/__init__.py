@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _FRONT = {
+    "Painter": "ssd_train.runs.painter",
     "load_heads": "ssd_train.heads.export",
     "push_heads": "ssd_train.heads.export",
     "DatasetPrompts": "ssd_train.prompts",

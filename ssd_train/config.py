@@ -13,8 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import hydra
 import torch
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from ssd_train.cache.shards import SECRET, SECRETS_MEND, CacheDtype, place
@@ -170,6 +173,17 @@ def register() -> None:
     OmegaConf.register_new_resolver("shipped", lambda name: str(data_dir() / name), replace=True)
     OmegaConf.register_new_resolver("folder", _folder, replace=True)
     OmegaConf.register_new_resolver("cache_dir", _cache_dir, replace=True)
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """The configuration that a command line of these overrides has. Raises ValueError if there is none."""
+    register()
+    explain_typos(overrides)
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return hydra.compose("config", list(overrides))
+    except HydraException as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def cache_fingerprint(cfg: Config) -> str:

@@ -1,6 +1,7 @@
 """Reading checkpoints strictly, from a local directory or a hub."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -117,3 +118,21 @@ def require_complete(report: Mapping, checkpoint: str, family: str) -> None:
     wrong = {key: sorted(report[key]) for key in keys if report[key]}
     if wrong:
         raise ValueError(f"{checkpoint} is not a complete {family} checkpoint: {wrong}")
+
+
+def require_known(tokenizer: PreTrainedTokenizerFast, text: str, name: str) -> None:
+    """Raises ValueError for words that a tokenizer has no id for, with the nearest that it knows. One that cuts words
+    into bytes knows all."""
+    if tokenizer.unk_token_id is None:
+        return
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    parts = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    unknown = dict.fromkeys(text[slice(*at)] for token, at in parts if token == tokenizer.unk_token_id)
+    if unknown:
+        words = sorted(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+        near = {word: get_close_matches(word.lower(), words, 1) for word in unknown}
+        said = ", ".join(
+            f"{word!r}" + (f" (did you mean {match[0]}?)" if match else "") for word, match in near.items()
+        )
+        known = f"; it knows {', '.join(filter(str.isalpha, words))}" if len(words) < 100 else ""
+        raise ValueError(f"{name} does not know {said} in the prompt {text!r}{known}")

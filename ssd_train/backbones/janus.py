@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
 
 from ssd_train.backbones.base import Backbone, PromptBatch
-from ssd_train.backbones.checkpoints import family_folder, fast_tokenizer, numerics, require_complete
+from ssd_train.backbones.checkpoints import family_folder, fast_tokenizer, numerics, require_complete, require_known
 from ssd_train.backbones.sketches import byte_tokenizer, random_model
 from ssd_train.grid import Grid
 
@@ -96,6 +96,7 @@ class Janus(Backbone):
     def encode_prompts(self, texts: Sequence[str]) -> PromptBatch:
         conditional, unconditional = [], []
         for text in texts:
+            require_known(self.tokenizer, text, self.name)
             ids = self.tokenizer(self.prompt.format(text=text), add_special_tokens=False)["input_ids"]
             ids = [self.bos, *ids, self.begin_of_image]
             conditional.append(ids)

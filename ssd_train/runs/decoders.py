@@ -22,11 +22,12 @@ from torch import Tensor
 
 import ssd_train
 from ssd_train import config
-from ssd_train.backbones.base import PromptBatch
+from ssd_train.backbones.base import Backbone, PromptBatch
 from ssd_train.decoding.engine import Decoded, Decoder
 from ssd_train.decoding.trace import Trace
 from ssd_train.evaluation import metrics
 from ssd_train.heads.export import load_heads
+from ssd_train.heads.predictors import Heads
 from ssd_train.processes.files import Claims, DamagedFile, load_tensors, save_tensors, sha256, share_out
 from ssd_train.runs.run import Run
 
@@ -57,25 +58,29 @@ def decoder_nodes(run: Run) -> dict[str, Any]:
 
 def configured_decoders(run: Run) -> dict[str, Decoder]:
     """The same, built. Raises ValueError naming the one that cannot be."""
-    decoders = {}
-    for name, node in decoder_nodes(run).items():
-        try:
-            decoders[name] = instantiate(node)
-        except InstantiationException as error:
-            raise ValueError(f"decoder {name}: {error}") from error
-    return decoders
+    return {name: _built(name, node) for name, node in decoder_nodes(run).items()}
 
 
 def make_decoders(run: Run) -> dict[str, Decoder]:
     """The decoders, bound to the backbone and the exported heads. Raises ValueError if one does not fit."""
     heads = load_heads(run.heads_dir, run.backbone) if (run.heads_dir / "config.json").exists() else None
-    decoders = configured_decoders(run)
-    for name, decoder in decoders.items():
-        try:
-            decoder.bind(run.backbone, heads)
-        except ValueError as error:
-            raise ValueError(f"decoder {name}: {error}") from error
-    return decoders
+    return {name: bound(name, node, run.backbone, heads) for name, node in decoder_nodes(run).items()}
+
+
+def bound(name: str, node: Any, backbone: Backbone, heads: Heads | None) -> Decoder:
+    """A decoder from its settings, bound. Raises ValueError that names it if it cannot be, or does not fit."""
+    decoder = _built(name, node)
+    try:
+        return decoder.bind(backbone, heads)
+    except ValueError as error:
+        raise ValueError(f"decoder {name}: {error}") from error
+
+
+def _built(name: str, node: Any) -> Decoder:
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        raise ValueError(f"decoder {name}: {error}") from error
 
 
 def picture_shape(run: Run) -> tuple[int, int] | None:

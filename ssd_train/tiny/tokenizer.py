@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from .scenes import COLOURS, NUMBERS, RELATIONS, SHAPES
@@ -17,11 +17,12 @@ PROMPT_LENGTH = 14  # ids of the longest prompt: "a red circle left of a blue sq
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The grammar's words and Janus's special tokens; adds the begin-of-sentence id, pads on the left."""
+    """The grammar's words, in any case, and Janus's special tokens; adds the begin-of-sentence id, pads on the left."""
     words = [*NUMBERS.values(), *COLOURS, *SHAPES, *(s + "s" for s in SHAPES), "and"]
     words += " ".join(RELATIONS).split()
     vocab = {w: i for i, w in enumerate(dict.fromkeys([*SPECIAL, ":", ",", ".", *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocab[BOS])]
