@@ -1,9 +1,12 @@
 """python -m ssd_train +model=<name>: checks everything, then runs ``cfg.stages`` in order."""
 
+import ast
 import logging
 import os
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -21,6 +24,7 @@ config.register()
 def main(cfg: config.Config) -> float | None:
     """Returns the metric that sweeps optimise, the mean validation acceptance rate, if this run trained heads."""
     if OmegaConf.is_missing(cfg, "model"):
+        print(overview())
         raise SystemExit(f"no model: add +model=<name>, one of {', '.join(config.choices('model'))}")
     from ssd_train.processes import signals
 
@@ -63,7 +67,53 @@ def main(cfg: config.Config) -> float | None:
     return results.get("train")
 
 
+HELP = """\
+python -m ssd_train +model=<name> [setting=value ...]
+
+  Trains drafting heads for an autoregressive image model, exports them, and compares decoders that use them. Pictures
+  of your own prompts: python -m ssd_train.draw "two red squares"
+
+Examples
+  python -m ssd_train +model=tiny
+  python -m ssd_train +model=tiny 'stages=[decode]' 'decoder=[ar,ssd_corrected]' 'decode.heads=${{shipped:tiny}}/heads'
+  python -m ssd_train -m +model=lumina head.k_horizontal=3,5
+
+Stages, stages=[cache,train,export,decode] unless named
+{stages}
+
+Models, +model=
+{models}
+
+Decoders, decoder=[...]
+{decoders}
+
+--cfg job prints every setting, --info what Hydra found, --hydra-help Hydra's own page."""
+
+
+def overview() -> str:
+    """What there is, a line each."""
+    stages = {stage.name: Path(__file__).parent / "stages" / f"{stage.name}.py" for stage in config.Stage}
+    rows = {"stages": {name: ast.get_docstring(ast.parse(path.read_text())) for name, path in stages.items()}}
+    for group in "model", "decoder":
+        yamls = {name: (config.conf_dir() / group / f"{name}.yaml").read_text() for name in config.choices(group)}
+        rows[f"{group}s"] = {name: _comment(text) for name, text in yamls.items()}
+    return HELP.format(**{kind: "\n".join(_line(*row) for row in found.items()) for kind, found in rows.items()})
+
+
+def _comment(text: str) -> str:
+    """That a yaml begins with."""
+    return " ".join(line[2:] for line in text.split("_target_")[0].splitlines() if re.match("# (?!@)", line))
+
+
+def _line(name: str, text: str) -> str:
+    sentence = re.split(r"\. (?=[A-Z\d])|\.$", " ".join(text.split()))[0]
+    return f"  {name:<22} {sentence if len(sentence) <= 95 else sentence[:92].rsplit(' ', 1)[0] + ' ...'}"
+
+
 if __name__ == "__main__":
+    if {"--help", "-h"}.intersection(sys.argv[1:]):
+        print(overview())
+        sys.exit()
     try:
         config.explain_typos(sys.argv[1:])
     except ValueError as error:

@@ -367,6 +367,20 @@ def test_a_sweep_folder_is_one_short_enough_name():
     assert long[0] != long[1]
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["-h", "+model=tiny"], []])
+def test_help_names_everything_on_a_line_each(tmp_path, arguments):
+    done = command_line(*arguments, cwd=tmp_path)
+    assert done.returncode == (0 if arguments else 1)
+    assert ("no model: add +model=<name>" in done.stderr) is not bool(arguments)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    names = [stage.name for stage in config.Stage] + config.choices("model") + config.choices("decoder")
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if re.match(r"  \w+ {2,}\S", line)}
+    assert list(said) == names
+    assert said["ssd"] == "Spatially Speculative Decoding (arXiv 2606.20543) with Janus-Pro's published settings"
+    assert done.stdout.count("python -m ssd_train ") == 4
+
+
 @pytest.mark.slow
 def test_the_smoke_experiment_runs_every_stage(tmp_path):
     """On the shipped weights, from the command line; its figures mean nothing and it says so."""
