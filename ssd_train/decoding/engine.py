@@ -149,11 +149,10 @@ class Decoder:
         pairs = zip(source.host_position.tolist(), items.host_position.tolist(), strict=True)
         offset = [state.grid.offset(*pair) for pair in pairs]
         q = state.usable(self.drafter.propose(state, items, source, offset))
-        token = (
-            race(q, state.noise(items.sample, items.position))
-            if self.common_noise
-            else sample(q, state.draw(items)[:, Purpose.DRAFT])
-        )
+        if self.common_noise:
+            token = race(q, state.noise(items.sample, items.position))
+        else:
+            token = sample(q, state.draw(items)[:, Purpose.DRAFT])
         state.put(items, token, q)
         state.enter(items, offset)
 

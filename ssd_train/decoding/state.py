@@ -59,8 +59,7 @@ class State:
         sweeps: int = 0,
     ):
         """``window`` is the longest run of positions that hold drafts at any time; ``sweeps``, how often at most drafts
-        are revised after a judgement. ``timed`` fills trace.seconds, which
-        costs device synchronisations."""
+        are revised after a judgement. ``timed`` fills trace.seconds, which costs device synchronisations."""
         self.backbone, self.grid, self.sampling = backbone, backbone.grid, sampling
         self.prompts = prompts = prompts.guided(sampling.guidance)
         self.streams = prompts.streams
