@@ -113,7 +113,11 @@ def _draw(args: argparse.Namespace) -> None:
     texts = [text for text in texts for _ in range(args.count)]
     painter.backbone.encode_prompts(texts)
     names = _names(texts, seeds, decoders, args.count)
-    there = [file for row in names for name in row if (file := args.out / f"{name}.png").exists()]
+    if len({Path(decoder).stem for decoder in decoders}) < len(decoders):
+        raise ValueError(f"two of {', '.join(decoders)} would name their pictures alike; rename a yaml")
+    files = [args.out / f"{name}{suffix}" for row in names for name in row for suffix in (".png", ".npy")]
+    files += [args.out / "sheet.png"] if len(decoders) > 1 else []
+    there = [file for file in files if file.exists()]
     if there and not args.force:
         raise ValueError(f"{there[0]} is there already; expected another --out, or --force to overwrite it")
     shown = _pictures(args, painter, texts, seeds, decoders, names)

@@ -210,6 +210,19 @@ def test_without_pixels_tokens_are_saved(capsys, tmp_path, monkeypatch):
     assert "no pixels, so tokens are saved: put vqgan.ckpt there" in errors
     tokens = np.load(tmp_path / "001-a-circle-ssd_corrected.npy", allow_pickle=False)
     assert tokens.shape == (16, 16)
+    status, _, errors = call(capsys, "a circle", "--out", tmp_path, "--compare", "sjd_coupled")
+    assert status == 2
+    assert ".npy is there already" in errors
+
+
+def test_two_yamls_of_one_name_are_refused(capsys, tmp_path):
+    yamls = [tmp_path / folder / "mine.yaml" for folder in "ab"]
+    for path in yamls:
+        path.parent.mkdir()
+        path.write_text((config.conf_dir() / "decoder/ar.yaml").read_text())
+    status, _, errors = call(capsys, "a circle", "--out", tmp_path, "--compare", yamls[0], "--decoder", yamls[1])
+    assert status == 2
+    assert "would name their pictures alike; rename a yaml" in errors
 
 
 def test_what_was_finished_stays_when_it_is_stopped(capsys, tmp_path, monkeypatch):
